@@ -145,6 +145,13 @@ def test_transformers_takes_a_trained_step_over(name: str, tmp_path: Path) -> No
     assert float((trained - before).abs().max()) > 0.1, "nothing was learned, so nothing was tested"
 
 
+@pytest.mark.parametrize("name", ["granite", "ernie"])
+def test_a_checkpoint_may_have_no_coefficient_of_balance(name: str, tmp_path: Path) -> None:
+    make_checkpoint(name, tmp_path)
+    edited(tmp_path, router_aux_loss_coef=None)
+    assert {layer.router.config.aux_loss_coef for layer in load(tmp_path).architecture.layers.values()} == {0.0}
+
+
 def test_the_documentation_lists_every_family() -> None:
     rows = re.findall(r"^\| ([^|]+) \| `(\w+)` \| (\w+) \| (\w+) \|", PAGE, re.MULTILINE)
     assert [row[:2] for row in rows] == [(family.title, model_type) for model_type, family in FAMILIES.items()]

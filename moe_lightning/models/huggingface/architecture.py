@@ -201,7 +201,8 @@ class SparseArchitecture(Architecture):
         router = self._router
         if not self._has_own_balance:
             # Theirs takes sums over choices and means over layers with experts; ours takes shares, and layers add up.
-            coefficient = getattr(self.config, "router_aux_loss_coef", 0.0) * router.top_k / max(1, len(blocks))
+            theirs = getattr(self.config, "router_aux_loss_coef", None) or 0.0
+            coefficient = theirs * router.top_k / max(1, len(blocks))
             router = replace(router, aux_loss_coef=coefficient)
         for name, block in blocks:
             moe = MoELayer(**self._arguments | {"router": router})

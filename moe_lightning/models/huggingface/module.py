@@ -119,7 +119,8 @@ class HuggingFaceConfig:
             ORG/NAME or ORG/NAME@REVISION, which is downloaded into the cache of the Hub where it is missing there.
         context_length: most tokens in a sequence; the data are cut to it.
         router: options of `RouterConfig` for the routers of a pretrained MoE: those that do not change the trained
-            function. None: as in the checkpoint, whose aux_loss_coef is brought to the scale of our loss.
+            function. None: as in the checkpoint, whose router_aux_loss_coef is brought to the scale of our loss; one
+            without it, such as DeepSeek's, is trained without a loss for balance.
         overrides: values to set in the checkpoint's configuration, such as dropout probabilities. nn.Dropout gives up
             the same loss on any number of ranks, so set them to 0 where that matters.
         gradient_checkpointing: recompute layers in the backward pass instead of keeping their activations.
