@@ -9,7 +9,7 @@ holds and how it is saved is decided by `CheckpointSession`, and what a restore 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.callbacks.load_balancer import LoadBalancer
@@ -125,22 +124,22 @@ class StateGrowth:
     only while a trained parameter lacks states, and once after a change that all ranks see alike: of parameter groups,
     of the parameters that are trained, of the experts' ranks. Another optimizer may make states in any update: ranks
     ask at every checkpoint.
+
+    Attributes:
+        has_replaced: True if the optimizers are others than those of the session; set by the callback, alike on all
+            ranks.
     """
 
     def __init__(self) -> None:
         self._known: Collection[str] = ()
-        self._optimizers: Sequence[Optimizer] = ()
         self._seen: object = None
         self._may_grow = True
+        self.has_replaced = False
 
     def begin(self, state: TrainState) -> None:
         """Take the present states as those of a new session."""
         self._known, self._seen = state.training_state().moment_shapes().keys(), None
-        self._optimizers = state.optimizers
-
-    def has_replaced(self, state: TrainState) -> bool:
-        """Return True if the optimizers are others than those of the session; alike on all ranks."""
-        return state.optimizers != self._optimizers
+        self.has_replaced = False
 
     def look_again(self) -> None:
         """Ask at the next checkpoint: experts have moved."""
@@ -150,7 +149,7 @@ class StateGrowth:
         """Return True on every rank if one of them has further states, or all have other optimizers; collective where
         something can have grown.
         """
-        if self.has_replaced(state):
+        if self.has_replaced:
             return True
         seen = state.trained()
         if seen == self._seen and not self._may_grow:
@@ -286,6 +285,10 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Finish the copy of the weights."""
         self._wait_for_copy()
 
+    @override
+    def on_optimizers_replaced(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._growth.has_replaced = True
+
     def _wait_for_copy(self) -> float:
         """Finish the copy of the last snapshot, and return the seconds that training has waited for it."""
         stall_s = self.session.wait_before_update() if self.session is not None else 0.0
@@ -383,7 +386,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._close(wait=False)  # no later checkpoint holds anything of the updates that were taken back
         if self.session is not None:
             self.session.protect()
-        has_changed = self._experts_moved or self._growth.has_replaced(_strategy(trainer).state)
+        has_changed = self._experts_moved or self._growth.has_replaced
         if self.session is not None and self.session.in_window and not has_changed:
             self.session.save_more(trainer.global_step)
             log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())

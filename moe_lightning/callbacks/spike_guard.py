@@ -223,8 +223,6 @@ class SpikeGuard(ExpertParallelCallback):
         self._spike = None  # rank 0 has ended the last batch
         self._began = began = None if here is None or sampler is None else sampler.begin_of(here)
         self._position = None if here is None or began is None else began + here.step_total
-        if any(optimizer not in trainer.optimizers for kept in self._copies for optimizer, _ in kept.states):
-            self._copies.clear()  # they are of optimizers that were replaced
         if not self._copies:
             self._copy(own_strategy(trainer, "SpikeGuard"), trainer.global_step, began)
 
@@ -296,6 +294,10 @@ class SpikeGuard(ExpertParallelCallback):
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._copies.clear()  # they are of other rows
+
+    @override
+    def on_optimizers_replaced(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._copies.clear()  # they are of the others
 
     @override
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -579,6 +579,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """Go on with the optimizers that a callback or the module has given the Trainer since the last step."""
         if self.state.has_replaced(self.optimizers):
             self._take_optimizers()
+            call_hook(self.state.module, "on_optimizers_replaced")
 
     @override
     def configure_ddp(self) -> None:

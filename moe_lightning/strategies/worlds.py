@@ -54,6 +54,7 @@ class RecoveryReport:
 HookName = Literal[
     "on_before_experts_move",
     "on_before_weights_swap",
+    "on_optimizers_replaced",
     "on_before_recovery",
     "on_stale_experts",
     "on_world_changed",
@@ -65,7 +66,7 @@ class ExpertParallelCallback(Callback):
     """Callback with hooks of `ExpertParallelStrategy` beside those of Lightning.
 
     The strategy calls each hook on all such callbacks in the order of `trainer.callbacks`, on every rank. Where ranks
-    do not come and go only the first two are called.
+    do not come and go only the first three are called.
 
     Attributes:
         repairs_replicas: True: of replicas that differ those of a minority are overwritten, instead of ending the run.
@@ -81,6 +82,11 @@ class ExpertParallelCallback(Callback):
     def on_before_weights_swap(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called before weights and their averages change places, for a validation, a checkpoint or the end of
         training: nobody may read weights until a step begins. Not collective.
+        """
+
+    def on_optimizers_replaced(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called when the strategy goes on with optimizers that were given to the Trainer during a fit: their states
+        are not those of the ones before. Not collective.
         """
 
     def on_before_recovery(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

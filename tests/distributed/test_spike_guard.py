@@ -7,7 +7,6 @@ import logging
 import math
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks import spike_guard
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.spike_guard import SpikeGuard, StateCopy
 from moe_lightning.checkpoint.loader import Checkpoint
@@ -319,12 +317,16 @@ def test_manual_optimization_is_refused() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_copies_of_replaced_optimizers_are_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard, (old, new) = SpikeGuard(), (torch.optim.SGD([torch.ones(1)]) for _ in range(2))
-    monkeypatch.setattr(spike_guard, "own_strategy", MagicMock())
-    monkeypatch.setattr(guard, "_copy", lambda *_: None)
-    guard._copies.append(StateCopy(step=0, position=None, tensors={}, states=[(old, {})]))
-    for optimizer, kept in ((old, 1), (new, 0)):
-        trainer = MagicMock(optimizers=[optimizer], train_dataloader=None)
-        guard.on_train_batch_start(trainer, MagicMock(), None, 0)
-        assert len(guard._copies) == kept
+class Replacing(pl.Callback):
+    """Gives the Trainer another optimizer."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == EVERY + 1:
+            trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.01)]
+
+
+def test_no_copies_of_replaced_optimizers_are_kept() -> None:
+    guard = SpikeGuard(every_n_steps=EVERY)
+    trainer = make_trainer(0, 1, {}, callbacks=[Replacing(), guard], max_steps=EVERY + 3)
+    trainer.fit(Spiky({}), DataLoader(Numbered(), batch_size=BATCH))
+    assert {optimizer for kept in guard._copies for optimizer, _ in kept.states} == set(trainer.optimizers)
