@@ -703,6 +703,32 @@ def logged_values(trainer: pl.Trainer) -> list[Any]:
     return list(trainer._results.values()) if trainer._results is not None else []
 
 
+def compare_reduced(trainer: pl.Trainer, compare: Callable[[list[str]], None]) -> None:
+    """Call `compare` at each end of an epoch with the keys of the values that are reduced over ranks next, one after
+    the other, until `reduce_as_usual`. No public hook comes between the last batch and the reductions.
+    """
+    connector: Any = trainer._logger_connector
+
+    def epoch_end_reached() -> None:
+        type(connector).epoch_end_reached(connector)
+        results: Any = trainer._results
+        compare([key for key, value in results.valid_items() if value.meta.on_epoch and _is_reduced(value)])
+
+    connector.epoch_end_reached = epoch_end_reached
+
+
+def reduce_as_usual(trainer: pl.Trainer) -> None:
+    """Undo `compare_reduced`."""
+    vars(trainer._logger_connector).pop("epoch_end_reached", None)
+
+
+def _is_reduced(value: Any) -> bool:
+    if not value.is_tensor:  # a Metric reduces itself
+        return bool(value.value.sync_on_compute)
+    sync = value.meta.sync
+    return sync.should and sync.group is None and not sync.rank_zero_only
+
+
 def initial_values(metric: Metric) -> dict[str, Any]:
     """Return the initial states of a metric; `reset` would set them and more."""
     return metric._defaults

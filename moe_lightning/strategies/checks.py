@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -132,6 +132,25 @@ _VECTOR = 64
 _LINE_BYTES = 64
 """Bytes of a vector of torch's fused kernels on the CPU; the rest of a tensor is computed element by element, with
 another rounding."""
+
+
+def require_same_names(names: Sequence[list[str]]) -> None:
+    """
+    Args:
+        names: of the values that each rank reduces with others, in its order.
+
+    Raises:
+        ConfigurationError: they differ.
+    """
+    other = next((rank for rank, each in enumerate(names) if each != names[0]), None)
+    if other is not None:
+        pairs = zip_longest(names[0], names[other], fillvalue="nothing")
+        first, second = next((one, two) for one, two in pairs if one != two)
+        raise ConfigurationError(
+            f"one rank has logged {first} where another has logged {second}, and sync_dist=True reduces values in the "
+            "order of their first logs: log the same names in the same order on every rank, with batch_size=0 where a "
+            "batch has no value for one"
+        )
 
 
 def require_separate_updates(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:

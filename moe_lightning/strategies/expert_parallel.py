@@ -68,6 +68,7 @@ from moe_lightning.strategies.checks import (
     chosen_micro_batches,
     identical_buffers,
     require_own_sharding,
+    require_same_names,
 )
 from moe_lightning.strategies.dense_sharding import cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
@@ -506,6 +507,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self._hangs.begin(self.world, trainer.default_root_dir)
         if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
             private_lightning.agree_on_validations(trainer, partial(self.reduce_boolean_decision, all=False))
+        if self.world.size > 1 and not self.worlds.is_elastic:  # a rank that joins in an epoch has logged less
+            private_lightning.compare_reduced(trainer, self._require_same_names)
         if self.options.has_comm_hook:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
         if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):
@@ -521,6 +524,9 @@ class ExpertParallelStrategy(DDPStrategy):
         self.update.begin(self.precision_plugin)
         if self.elastic.is_newcomer:
             trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
+
+    def _require_same_names(self, names: list[str]) -> None:
+        require_same_names(all_gather_json(names, self.world.stage))
 
     def _averaged_state(self) -> dict[str, Any]:
         of_rank = self.state.module.state_dict
@@ -636,6 +642,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.end_epochs_as_usual(trainer)
             private_lightning.handle_signals_as_usual(trainer)
+            private_lightning.reduce_as_usual(trainer)
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:  # also where placing the experts failed

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from moe_lightning import ContextParallel, auxiliary_loss, global_mean, global_sum
+from moe_lightning import ConfigurationError, ContextParallel, auxiliary_loss, global_mean, global_sum
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.steps import StepWeights
@@ -205,6 +205,30 @@ def means(rank: int, world_size: int) -> list[float]:
 def test_the_mean_is_the_same_to_the_last_bit_on_all_ranks() -> None:
     first, *others = run_pooled(3, means)
     assert all(found == first for found in others)
+
+
+class NamedByBatch(OwnModule):
+    """Logs each batch of a validation under a name of its own, which ranks do not see in one order."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        number = (self.global_rank + batch_idx) % 2
+        self.log(f"val/{'ab'[number]}", float(number), sync_dist=True)
+
+
+def validate_by_name(rank: int, world_size: int) -> str:
+    trainer = make_trainer(rank, world_size)
+    try:
+        trainer.validate(NamedByBatch(), DataLoader(RandomTokens(8), batch_size=4), verbose=False)
+    except ConfigurationError as error:
+        return str(error)
+    return str(trainer.callback_metrics)
+
+
+def test_values_of_other_names_are_not_reduced_with_each_other() -> None:
+    for said in run_pooled(2, validate_by_name):
+        assert said.startswith(
+            "one rank has logged validation_step.val/a where another has logged validation_step.val/b"
+        )
 
 
 class TwoTerms(OwnModule):

@@ -85,7 +85,9 @@ METHODS = {
     "lightning.pytorch.trainer.connectors.data_connector._worker_check": "trainer, dataloader, name",
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint":
         "self, weights_only",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.epoch_end_reached": "self",
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.reset_results": "self",
+    "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection.valid_items": "self",
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._get_summary_data": "self",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
     "torch.distributed._composable_state._insert_module_state": "module, state",
@@ -144,6 +146,9 @@ PROPERTIES = {
     "lightning.pytorch.Trainer._results",
     "lightning.pytorch.loops.loop._Loop.restarting",
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.should_update_logs",
+    "lightning.pytorch.trainer.connectors.logger_connector.result._Metadata.sync",
+    "lightning.pytorch.trainer.connectors.logger_connector.result._Sync.group",
+    "lightning.pytorch.trainer.connectors.logger_connector.result._Sync.should",
 }
 
 OTHERS = {
@@ -435,6 +440,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_fetcher",
         "_follow_rank_zero",
         "_gather_in",
+        "_is_reduced",
         "_let_clipping_call",
         "_requeue_is_due",
         "_undo_group",
