@@ -53,7 +53,6 @@ from moe_lightning.strategies.recovery import (
     fetch_dense,
     fetch_missing,
     inventory_of,
-    newcomers_of,
     repaired,
     restore_missing,
     set_up_data,
@@ -275,7 +274,7 @@ class ElasticWorlds:
     @property
     def _has_newcomers(self) -> bool:
         """True if ranks joined in the last change of the world that had not made the step."""
-        return self._plan is not None and bool(newcomers_of(self._plan, self._strategy.worlds.present))
+        return self._plan is not None and len(self._plan.live_ranks) < self._strategy.worlds.present.size
 
     @property
     def leaves_on_sigterm(self) -> bool:

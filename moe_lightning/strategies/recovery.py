@@ -268,8 +268,3 @@ def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoi
     own.restore_model(saved)
     own.restore_optimizers(saved)
     state.resume_from(saved)
-
-
-def newcomers_of(plan: RecoveryPlan, world: World) -> tuple[int, ...]:
-    """Return the ranks whose own state is not valid."""
-    return tuple(rank for rank in range(world.size) if rank not in plan.live_ranks)
