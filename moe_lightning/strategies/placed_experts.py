@@ -501,12 +501,13 @@ class StageMap:
 
     Attributes:
         num_stages: of the model.
+        held: stages whose dense values are on this rank.
     """
 
     def __init__(self, module: nn.Module, worlds: Worlds, num_stages: int = 1) -> None:
         self.num_stages = num_stages
         self._module, self._worlds = module, worlds
-        self._held: Sequence[int] = (0,)
+        self.held: Sequence[int] = (0,)
 
     @property
     def world(self) -> World:
@@ -520,18 +521,13 @@ class StageMap:
 
     # ------------------------------------------------------------------ stages and ranks
 
-    @property
-    def held(self) -> Sequence[int]:
-        """Stages whose dense values are on this rank."""
-        return self._held
-
     def lose_values(self) -> None:
         """The dense values on this rank are not those of the run."""
-        self._held = ()
+        self.held = ()
 
     def values_arrived(self) -> None:
         """All stages on this rank have their dense values."""
-        self._held = (0,)
+        self.held = (0,)
 
     def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
         """Return which of these ranks will hold each stage, once they are a world."""

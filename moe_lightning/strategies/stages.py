@@ -456,7 +456,7 @@ class StageState(StageMap):
 
     def __init__(self, cut: StageCut, worlds: Worlds) -> None:
         super().__init__(cut.module, worlds, cut.num_stages)
-        self.cut, self._held = cut, cut.stages
+        self.cut, self.held = cut, cut.stages
         self._layers = cut.layers()
         self.placements: list[Placement] = []
         size, axes = worlds.present.size, worlds.axes
@@ -475,7 +475,7 @@ class StageState(StageMap):
 
     @override
     def values_arrived(self) -> None:
-        self._held = self.cut.stages
+        self.held = self.cut.stages
 
     @property
     @override
