@@ -224,7 +224,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self.session: CheckpointSession | None = None
         self.lost = LostTokens(self._settings)
         self._growth, self._times = StateGrowth(), StepTimes()
-        self._is_elastic = self._is_interrupted = self._is_saving = self._experts_moved = False
+        self._is_elastic = self._is_saving = self._experts_moved = False
         # The step of the last checkpoint, at which its window began; None: no step has begun in this world yet. Ranks
         # then end the last one, each what it has left of it, so a checkpoint would be begun by some of them only.
         self._saved_at: int | None = None
@@ -271,8 +271,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if not self._is_elastic and strategy.state.restored is not None:
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # of the state that was restored
-        if self._is_elastic:  # a rank that joined for the end saves with those that were there
-            self._is_interrupted = self.session is None
 
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -329,7 +327,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._close(wait=False)
         self._settings = self._asked  # ranks that join have measured nothing
         self._experts_moved, self._saved_at = False, None
-        self._is_interrupted = True
         strategy = _strategy(trainer)
         rolled_back = strategy.elastic.has_rolled_back
         self.lost.enter_world(strategy.state.stages, strategy.world, has_rolled_back=rolled_back)
@@ -421,7 +418,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._adapt(trainer, strategy)
         assert self.session is not None
         self.lost.bound_cost(trainer, self.session.contents)
-        self._is_interrupted = False
         self.session.save(trainer.global_step, self.lost.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())
@@ -498,7 +494,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (self.session is None and not self._is_interrupted) or self._keeps_nothing(trainer):
+        # A rank that joined an elastic run for the end saves with those that were there.
+        if (self.session is None and not self._is_elastic) or self._keeps_nothing(trainer):
             return
         was_partial = self.session is None or self.session.contents.was_partial
         if self._save_on_train_end and (trainer.global_step != self._saved_at or was_partial):
