@@ -210,7 +210,6 @@ class ExpertParallelStrategy(DDPStrategy):
             shards_of=partial(cut_groups, dense, wanted=shard_size, tensors=axes.tp),
             shard_size=shard_size,
             dense=dense,
-            slots=slots,
             offload_optimizer=offload_optimizer,
             schedule=schedule,
             micro_batches=chosen_micro_batches(micro_batches, schedule, axes.pp),
@@ -233,7 +232,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.worlds = Worlds(options.axes, options.shards_of, options.shard_size)
         self.elastic: ElasticWorlds | FixedWorld = FixedWorld()
         self.state = TrainState(
-            self.worlds, dense=options.dense, max_slots=options.slots, on_host=options.offload_optimizer
+            self.worlds, dense=options.dense, max_slots=self.placing.slots, on_host=options.offload_optimizer
         )
         self.update = StepUpdate(self.worlds, self.state, options)
         self.steps = Steps(self.worlds, self.state, self.update.screened)

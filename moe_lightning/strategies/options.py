@@ -51,7 +51,6 @@ class RunOptions:
     shards_of: Callable[[Sequence[object]], Groups]
     shard_size: int | None
     dense: str
-    slots: int | None
     offload_optimizer: bool
     schedule: ScheduleName
     micro_batches: int
@@ -93,6 +92,7 @@ class PlacementOptions:
     """Options of placement and dispatch: see ExpertParallelStrategy.
 
     Attributes:
+        slots: as given.
         promised_replicas: nodes that hold each expert if slots allow; recovery relies on it.
 
     Raises:
@@ -115,7 +115,7 @@ class PlacementOptions:
             raise ConfigurationError(
                 f"replicas={replicas} belongs to the uniform placement: give either replicas or placement, not both"
             )
-        self._ep_size, self._replicas, self._placement, self._slots = ep_size, replicas, placement, slots
+        self._ep_size, self._replicas, self._placement, self.slots = ep_size, replicas, placement, slots
         DISPATCH_BACKENDS.find(dispatch)
         self._quota: QuotaPolicy = quota
         self._dispatch, self._plan_on, self._kernels = dispatch, plan, kernels
@@ -161,7 +161,7 @@ class PlacementOptions:
             quota=self._quota,
             dispatch=self._dispatch,
             plan_on=self._plan_on,
-            slots=self._slots,
+            slots=self.slots,
         )
 
 
