@@ -224,8 +224,7 @@ class Steps:
         trainer, module = self._state.trainer, self._state.module
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
-        self.begin_batch(joined_slice(trainer.train_dataloader))
-        self.weights.begin(self.batch)
+        self.begin_micro_batch(joined_slice(trainer.train_dataloader), is_training=True)
         traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
         with self._screened(), traces, self.sequences.watched(training=True):
             yield
@@ -254,8 +253,8 @@ class Steps:
             self._end_batch()
             self._state.parts.reshard()
 
-    def begin_micro_batch(self, piece: StepSlice, *, is_training: bool) -> None:
-        """Begin a micro-batch of the running batch."""
+    def begin_micro_batch(self, piece: StepSlice | None, *, is_training: bool) -> None:
+        """Begin a batch, or in a pipeline one of its micro-batches."""
         self.begin_batch(piece)
         self.weights.begin(piece, is_training=is_training)
 
