@@ -82,12 +82,10 @@ class ProtectionCost:
     Attributes:
         memory_bytes: host memory of protecting files.
         sent_bytes: sent for each protected snapshot.
-        received_bytes: received for each protected snapshot.
     """
 
     memory_bytes: int
     sent_bytes: int
-    received_bytes: int
 
 
 def sub_shard(holder: int, member: int) -> int:
@@ -241,7 +239,7 @@ def protection_cost(layout: ProtectionLayout, snapshot_bytes: Sequence[int]) -> 
     Every protected rank also keeps its own snapshot of the protected version: recovery needs the same version of all
     ranks, and the arena holds newer ones.
     """
-    memory, sent, received = ([0] * len(layout.node_of) for _ in range(3))
+    memory, sent = ([0] * len(layout.node_of) for _ in range(2))
     for rank, holders in enumerate(layout.holders):
         group = layout.group_of(rank)
         if holders or group:
@@ -249,13 +247,11 @@ def protection_cost(layout: ProtectionLayout, snapshot_bytes: Sequence[int]) -> 
         sent[rank] += len(holders) * snapshot_bytes[rank]
         for holder in holders:
             memory[holder] += snapshot_bytes[rank]
-            received[holder] += snapshot_bytes[rank]
         if group:
             parity = sub_shard_bytes([snapshot_bytes[member] for member in group])
             memory[rank] += parity
             sent[rank] += (len(group) - 1) * parity
-            received[rank] += (len(group) - 1) * parity
-    return ProtectionCost(memory_bytes=BUFFERS * max(memory), sent_bytes=max(sent), received_bytes=max(received))
+    return ProtectionCost(memory_bytes=BUFFERS * max(memory), sent_bytes=max(sent))
 
 
 def _ranks_by_node(node_of: Sequence[int]) -> dict[int, list[int]]:

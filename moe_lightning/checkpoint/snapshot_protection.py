@@ -172,7 +172,7 @@ class ProtectionReport:
 
     Attributes:
         step: of the snapshot.
-        sent_bytes, received_bytes: of copies and sub-shards.
+        sent_bytes: of copies and sub-shards.
         table_bytes: sent beside them.
         memory_bytes: of this rank's protecting files, all versions together.
         start_s: training waited: for the version before, for the sizes, for its own snapshot to be packed.
@@ -181,7 +181,6 @@ class ProtectionReport:
 
     step: int
     sent_bytes: int
-    received_bytes: int
     table_bytes: int
     memory_bytes: int
     start_s: float
@@ -410,7 +409,6 @@ class Protector:
             self._report = ProtectionReport(
                 step=flight.table.step,
                 sent_bytes=flight.payloads.sent_bytes,
-                received_bytes=sum(data.numel() for data in payloads.values()),
                 table_bytes=flight.tables.sent_bytes,
                 memory_bytes=sum(file.memory_bytes for file in self._all_files()),
                 start_s=flight.start_s,

@@ -97,7 +97,6 @@ def test_every_survivable_set_of_nodes_is_survived_and_no_other_at_the_predicted
     reports = run_ranks(ranks, protect, str(whole), layout, [5, 6])
     cost = protection_cost(layout, [report["snapshot_bytes"] for report in reports])
     assert max(report["sent_bytes"] for report in reports) == cost.sent_bytes
-    assert max(report["received_bytes"] for report in reports) == cost.received_bytes
     largest = max(report["memory_bytes"] for report in reports)
     assert cost.memory_bytes < largest < cost.memory_bytes + ROOM_TO_GROW, "room for tables and growth, in every file"
     for number in range(1, min(3, len(nodes))):
