@@ -206,8 +206,12 @@ class StepUpdate:
         return damage or wrong
 
     def _clip(self, optimizer: Optimizer, most: float) -> None:
-        """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it."""
-        self._clipped = self._state.number_of(optimizer)
+        """Clip by the norm of the whole model, and check that it is finite before gradients are scaled by it.
+
+        Under manual optimization that may be before they are divided by the scale of float16: they are checked later.
+        """
+        if self._scaler is None or self._scaler.is_unscaled(optimizer):
+            self._clipped = self._state.number_of(optimizer)
         self.gradients.clip(optimizer, most, partial(self._check_norm, optimizer, is_used=True))
 
     def _check_update(self, optimizer: Optimizer) -> None:
@@ -221,8 +225,9 @@ class StepUpdate:
             self._check_norm(optimizer, private_torch.stock_norm(gradients), is_used=False)
 
     def _check_norm(self, optimizer: Optimizer, norm: Tensor, *, is_used: bool) -> None:
-        if self._scaler is not None and self._scaler.has_overflowed(optimizer):
-            return  # the scale was too large: no update follows
+        scaler = self._scaler
+        if scaler is not None and (not scaler.is_unscaled(optimizer) or scaler.has_overflowed(optimizer)):
+            return  # the scale is, or may be, too large: no update follows then
 
         def named() -> dict[str, nn.Parameter]:
             updated = set(self._state.parameters_of(optimizer))

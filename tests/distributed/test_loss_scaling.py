@@ -48,8 +48,11 @@ def scaling(known: GradScaler) -> dict[str, Any]:
 class Overflowing(OwnModule):
     """Half precision overflows at large scales; the selection bias follows every update that is made."""
 
-    def __init__(self, *, only_expert: int | None = None, fused: bool = False, manual: bool = False) -> None:
+    def __init__(
+        self, *, only_expert: int | None = None, fused: bool = False, manual: bool = False, clip: float | None = None
+    ) -> None:
         super().__init__()
+        self.clip = clip
         self.moe = MoELayer(32, 48, 6, router={"top_k": 2, "bias_update_rate": 0.01})
         self.only_expert, self.fused, self.automatic_optimization = only_expert, fused, not manual
 
@@ -59,7 +62,7 @@ class Overflowing(OwnModule):
         if self.trainer.global_step == 1 and self.only_expert in slots:  # a gradient that one rank alone has
             weight = next(iter(self.moe.experts.stacked_parameters().values()))
             loss = loss + weight[slots.index(self.only_expert)].sum() * 1e38
-        return stepped(self, loss)
+        return stepped(self, loss, self.clip)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=self.fused)
@@ -124,6 +127,12 @@ def test_all_ranks_skip_the_same_updates(ranks: int, strategy: dict[str, Any], k
         assert result["skipped"] == result["unchanged"] == SKIPPED
         assert result["scales"] == alone["scales"]
     assert_close(alone, found[0])
+
+
+@pytest.mark.parametrize("stop", ["end", "skip"])
+def test_overflows_that_are_clipped_by_hand_are_no_damage(stop: str) -> None:
+    (found,) = run_ranks(1, train, {"stop_on_nan": stop}, {"manual": True, "clip": 0.1})
+    assert found["skipped"] == found["unchanged"] == SKIPPED
 
 
 def test_an_overflow_of_one_rank_is_one_of_all() -> None:
