@@ -36,7 +36,8 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     """Write the model of a checkpoint for plain transformers; returns the bytes of its tensors.
 
     Experts that a partial checkpoint left behind come as they were saved last. Adapters are added to the weights of the
-    checkpoint that training began with. Tokenizer and model card are written beside them.
+    checkpoint that training began with. Tokenizer and model card are written beside them. The folder gets its name when
+    all is in it.
 
     Args:
         path: a Lightning checkpoint file, a checkpoint directory, or a directory of these: its newest.
@@ -50,7 +51,7 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         CheckpointError: it is missing or damaged.
     """
     from moe_lightning.models.huggingface.card import write_card
-    from moe_lightning.models.huggingface.export import existing, require_adapters, write_adapter
+    from moe_lightning.models.huggingface.export import existing, new_folder, require_adapters, write_adapter
 
     if target.exists():
         raise existing(target)
@@ -59,19 +60,22 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
     if adapter_alone:
         require_adapters(config.adapter)
         _require_original(config.pretrained)
-        adapted = trained.adapted(alone=True)
-        dense, stacks = adapted.adapters(), adapted.expert_adapters()
-        written = write_adapter(target, export, adapted.config, config.pretrained, dense, stacks)
-    else:
-        written = export.write(target, *trained.weights())
-    trained.copy_companions(target)
-    if hasattr(export.config, "vocab_size") and not any((target / name).is_file() for name in TOKENIZERS):
+    with new_folder(target) as staged:
+        if adapter_alone:
+            adapted = trained.adapted(alone=True)
+            dense, stacks = adapted.adapters(), adapted.expert_adapters()
+            written = write_adapter(staged, export, adapted.config, config.pretrained, dense, stacks)
+        else:
+            written = export.write(staged, *trained.weights())
+        trained.copy_companions(staged)
+        has_tokenizer = any((staged / name).is_file() for name in TOKENIZERS)
+        write_card(staged, config, trained.optimizer, facts, is_adapter=adapter_alone)
+    if hasattr(export.config, "vocab_size") and not has_tokenizer:
         print(
             f"moe-ckpt: {target} has no tokenizer, since {config.pretrained} has none here: copy its files into the "
             "export",
             file=sys.stderr,
         )
-    write_card(target, config, trained.optimizer, facts, is_adapter=adapter_alone)
     return written
 
 

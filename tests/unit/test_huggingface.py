@@ -392,11 +392,22 @@ def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(t
     assert copied == {"tokenizer.json": "tokenizer.json", "merges.txt": "cached", "generation_config.json": "ours"}
 
 
-def test_export_of_a_lightning_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_a_lightning_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint("qwen3", tmp_path / "theirs")
     module = load(tmp_path / "theirs")
     fit(module).save_checkpoint(tmp_path / "last.ckpt")
     target = tmp_path / "ours"
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("moe_lightning.models.huggingface.card.write_card", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(["export-hf", str(tmp_path / "last.ckpt"), str(target)])
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "last.ckpt"}
     assert main(["export-hf", str(tmp_path / "last.ckpt"), str(target)]) == 0
     inputs = inputs_for("qwen3")
     assert_same_logits(module.eval(), logits_of(reloaded(target), inputs), inputs)

@@ -61,19 +61,15 @@ class Export:
     dtype: torch.dtype
 
     def write(self, path: Path, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]) -> int:
-        """Write the checkpoint into a new folder, which gets its name when it is whole; returns the bytes of tensors.
+        """Write the checkpoint into a folder; returns the bytes of tensors.
 
         Args:
-            path: of the folder.
+            path: of the folder, without weights.
             dense: the tensors by the names in our model.
             experts: for each block the full stacks [E, ...] by parameter; only one block's are held at a time.
-
-        Raises:
-            ConfigurationError: the folder exists already.
         """
-        with _new_folder(path) as staged:
-            self.config.save_pretrained(staged)
-            return write_weights(staged, self._files(dense, experts))
+        self.config.save_pretrained(path)
+        return write_weights(path, self._files(dense, experts))
 
     def _files(
         self, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]
@@ -122,8 +118,8 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
 
 
 @contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that gets its name when it is whole.
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder that gets its name when it is whole and on disk.
 
     Raises:
         ConfigurationError: something has that name already.
@@ -134,6 +130,9 @@ def _new_folder(path: Path) -> Iterator[Path]:
     staged.mkdir(parents=True)
     try:
         yield staged
+        for name in staged.iterdir():
+            with name.open("rb") as file:
+                os.fsync(file.fileno())
         os.rename(staged, path)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
@@ -262,17 +261,14 @@ def write_adapter(
     dense: Mapping[str, Tensor],
     experts: Iterable[Mapping[str, Tensor]],
 ) -> int:
-    """Write a folder that `peft.PeftModel.from_pretrained` and vLLM load onto the plain checkpoint; returns its bytes.
+    """Write what `peft.PeftModel.from_pretrained` and vLLM load onto the plain checkpoint; returns its bytes.
 
     Args:
-        path: of the folder.
+        path: of an existing folder.
         export: of the model.
         base: the plain checkpoint by folder or name, for peft's own notes.
         dense: tensors by the names in our model, the adapters of layers among them.
         experts: for each block the full stacks [E, ...], of which only the adapters are taken.
-
-    Raises:
-        ConfigurationError: the folder exists already.
     """
     tensors, modules, parameters = _dense_adapters(export, dense)
     for block, stacks in zip(export.blocks, experts, strict=True):
@@ -300,9 +296,8 @@ def write_adapter(
         "inference_mode": True,
     }
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with _new_folder(path) as staged:
-        (staged / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
-        save_safetensors(plain, staged / "adapter_model.safetensors", {"format": "pt"})
+    (path / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    save_safetensors(plain, path / "adapter_model.safetensors", {"format": "pt"})
     return sum(tensor.nbytes for tensor in plain.values())
 
 
