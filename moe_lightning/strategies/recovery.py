@@ -79,6 +79,7 @@ class RecoveryPlanner:
             marks: True on one rank, which records it for later runs.
         """
         assert self.sources is not None
+        self._publish()  # a first snapshot of its session that is being copied counts, too
         self._damaged = dict.fromkeys((snapshot.session for snapshot in self.sources.snapshots()), step)
         if marks and self._damaged:
             mark_damaged(self.sources.root, max(self._damaged), step)

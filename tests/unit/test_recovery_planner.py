@@ -400,6 +400,24 @@ def test_memory_in_which_all_is_damaged_is_not_planned_again() -> None:
         planner.plan([own], World.single(), **asked, damaged={("0", *found.place)})
 
 
+def test_a_snapshot_that_was_being_copied_when_damage_was_found_is_not_used() -> None:
+    published = [snapshot(3, (0, 3), (1, 3))]
+
+    class Sources:
+        def snapshots(self) -> list[SnapshotInventory]:
+            return published
+
+        def newest_checkpoint(self) -> None:
+            return None
+
+    copied = snapshot(5, (0, 5), (1, 5), session="2")
+    publish = lambda: published.append(copied) if copied not in published else None  # noqa: E731
+    planner = RecoveryPlanner(Sources(), publish)  # type: ignore[arg-type]
+    planner.distrust_after(3, marks=False)
+    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 5, "has_trained": True}
+    assert planner.plan([RankInventory(rank=0, node="0")], World.single(), **asked)[0].version == 3
+
+
 def test_memory_that_cannot_be_read_ends_a_recovery_on_every_rank() -> None:
     class Sources:
         def snapshots(self) -> list[SnapshotInventory]:
