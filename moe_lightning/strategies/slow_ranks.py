@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from moe_lightning.elastic.health import LARGEST_CLOCK_OFFSET_S
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.strategies.process_stacks import is_blocked, place_of, waits_s
 from moe_lightning.strategies.slow_links import Link, SlowHost, own_links, since, slowest_host
@@ -42,7 +43,7 @@ _MOST_SHARE = 0.01  # of the first rank's time for comparisons: those of a thous
 _FEW_STEPS = 4  # so many or more are compared without the longest one, which may be a single pause
 _AHEAD = 2  # steps that other ranks may have begun more, and recorded in the place of old ones
 _WINDOWS = 3  # comparisons in a row before a line, and between two lines
-_PATIENCE_S = 5.0
+_PATIENCE_S = LARGEST_CLOCK_OFFSET_S + 2.0  # ranks choose the time of a comparison by their own clocks
 StepPhase = Literal["setup", "evaluation", "forward", "backward", "update", "callbacks and data"]
 """Phase of a step of training, or of what is around it."""
 

@@ -254,12 +254,12 @@ def minutes_of_lines(
     return lines
 
 
-@pytest.mark.parametrize("late_s", [-2.0, 0.0, 2.0])
+@pytest.mark.parametrize("late_s", [-9.0, 0.0, 9.0])
 def test_a_slow_rank_has_a_line_a_minute(monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
     """Also if the clock of another rank is seconds ahead or behind."""
     lines = minutes_of_lines(monkeypatch, lambda step: 2, late_s=late_s)
     assert len(lines) in {9, 10}
-    assert lines[0] <= 1.1
+    assert lines[0] <= 1.1 + abs(late_s) / 60
     assert np.abs(np.diff(lines) - 1).max() < 0.05
 
 
