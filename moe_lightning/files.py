@@ -55,6 +55,11 @@ def check_local(key: str, value: object) -> None:
         )
 
 
+def local_folder(root: str | os.PathLike[str]) -> Path:
+    """Return the folder of a run for files of this machine: the working directory where the run's is in a store."""
+    return Path("." if "://" in str(root) else root)
+
+
 def check_regular(path: str | os.PathLike[str], *, most_bytes: int | None = None) -> int:
     """Return the size of a regular file, links followed, without opening it.
 

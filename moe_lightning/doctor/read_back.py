@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_lightning.compat import private_torch
 from moe_lightning.doctor.recorder import blocks
+from moe_lightning.files import local_folder
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import local
@@ -178,5 +178,6 @@ def _samplers(trainer: pl.Trainer) -> list[Any]:
 
 def _folder(trainer: pl.Trainer) -> str:
     """Return a folder that all ranks reach, as they reach checkpoints."""
-    os.makedirs(trainer.default_root_dir, exist_ok=True)
-    return str(trainer.default_root_dir)
+    folder = local_folder(trainer.default_root_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)

@@ -142,6 +142,14 @@ def test_what_is_turned_off_is_on_again_after_the_training() -> None:
     assert not trainer.strategy.update.state_check.schedule.is_stopped  # type: ignore[attr-defined]
 
 
+def test_a_root_in_a_store_makes_no_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"max_steps": 2, "default_root_dir": "memory://run"}
+    trainer = make_trainer(0, 1, {}, callbacks=[ParityDoctor(steps=1)], **options)
+    trainer.fit(OwnModule(), DataLoader(RandomTokens(48), batch_size=5, shuffle=False))
+    assert not list(tmp_path.glob("memory:*"))
+
+
 @pytest.mark.slow
 def test_the_commonest_bugs_are_named_at_once() -> None:
     first, second = run_ranks(2, examine, QUICK)
