@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import CodeType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -76,6 +77,13 @@ def bracket(group: ProcessGroup, device: torch.device) -> Generator[None, None, 
         yield
     finally:
         backend._group_end()
+
+
+def is_collective(code: CodeType) -> bool:
+    """Return True for the code of a collective of torch, which waits for other ranks while it runs: it has a local
+    `work`, and functions that build or destroy groups have none. No public name tells them apart.
+    """
+    return code.co_filename == distributed_c10d.__file__ and "work" in code.co_varnames
 
 
 def num_collectives(group: ProcessGroup) -> int:

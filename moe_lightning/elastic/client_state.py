@@ -358,6 +358,12 @@ class ClientState:
         self.rejection = None
         self._send(t="reachable", nodes=sorted(nodes))
 
+    @property
+    def is_awaited(self) -> bool:
+        """True while the guarded world is broken and the main thread has not come back from it."""
+        world = self.guarded
+        return world is not None and world.broken_at is not None and not world.is_left
+
     def exceeded_limit_s(self, now: float) -> float | None:
         """Return the time that the main thread had to return from a broken world, if it is over; else None."""
         world, limit_s = self.guarded, self._task.settings.hang_limit_s(self.progress)

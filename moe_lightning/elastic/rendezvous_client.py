@@ -44,6 +44,7 @@ from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
 from moe_lightning.elastic.worker import RunFinished, end_hanging_process
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.abort import StuckCollective
 
 _REQUEST, _REPLY = b"moe?", b"moe!"
 _NONCE_BYTES = 16
@@ -252,6 +253,22 @@ _NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTA
 logger = logging.getLogger(__name__)
 
 
+class _GuardedGroups:
+    """Groups of the guarded world: their abort, and the detection of a main thread that it does not free.
+
+    Attributes:
+        abort: ends all waits for peers; None before the first world.
+    """
+
+    def __init__(self) -> None:
+        self.abort: Callable[[], None] | None = None
+        self._stuck = StuckCollective()
+
+    def exceeded_limit_s(self, now: float) -> float | None:
+        """Return the time that the main thread had after the abort, if it is over; else None."""
+        return self._stuck.exceeded_limit_s(now)
+
+
 class RendezvousClient:
     """Client of the rendezvous service, connected by a thread of its own until `close`. `join`, `guard` and `close`
     belong to one thread; others may call the rest. `ClientState` decides.
@@ -274,7 +291,7 @@ class RendezvousClient:
         self._state = ClientState(task, multiple)
         self._clock = ProcessClock()
         self._links = LinkChecker(task.settings.silence_timeout_s)
-        self._abort_groups: Callable[[], None] | None = None  # of the guarded world
+        self._groups = _GuardedGroups()
         self._connection = ClientConnection(
             Address.parse(task.address),
             self._secret,
@@ -392,7 +409,7 @@ class RendezvousClient:
         with self._changed:
             is_first = members.nodes.index(members.nodes[members.rank]) == members.rank
             self._links.enter(self._state.guard(members), self._clock.now, is_first=is_first)
-            self._abort_groups = abort
+            self._groups.abort = abort
             self._carry_out()
 
     def abort(self, reason: str) -> None:
@@ -493,10 +510,10 @@ class RendezvousClient:
             self._connection.send(message)
         for number in state.broken:
             self._requests.end(number)
-            if self._abort_groups is None or state.guarded is None or state.guarded.members.number != number:
+            if self._groups.abort is None or state.guarded is None or state.guarded.members.number != number:
                 continue
             try:
-                self._abort_groups()
+                self._groups.abort()
             except Exception:  # this thread must go on: it ends a process that hangs
                 logger.exception("the groups of a broken world could not all be aborted")
         state.broken.clear()
@@ -580,6 +597,8 @@ class RendezvousClient:
     def _end_if_hanging(self) -> None:
         """End this process if its main thread does not return from a broken world, since all others wait for it."""
         with self._changed:
-            limit_s = self._state.exceeded_limit_s(self._clock.now)
+            now, limit_s = self._clock.now, self._state.exceeded_limit_s(self._clock.now)
+            if limit_s is None and self._state.is_awaited:
+                limit_s = self._groups.exceeded_limit_s(now)
         if limit_s is not None:
             end_hanging_process(limit_s, self.reason)

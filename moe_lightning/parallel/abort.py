@@ -8,8 +8,8 @@ process when accept fails. NCCL groups are aborted through their own call.
 
 gloo fails only operations of which no byte has moved (its `Pair::signalException` passes over those being written or
 read), so a rank may wait until its timeout, although its peer is dead: now and then amid small messages, every second
-time amid an all-to-all of more than 4 MB per pair of ranks, which socket buffers do not take. That rank ends itself
-`hang_timeout_s` after the abort and is started again, like one that was lost.
+time amid an all-to-all of more than 4 MB per pair of ranks, which socket buffers do not take. `StuckCollective` finds
+it: that rank ends itself two seconds after the abort and is started again, like one that was lost.
 
 gloo has no authentication and accepts any connection. Once the groups are built, a socket filter on its listeners drops
 packets that would open new connections; established connections do not pass the filter. Linux only.
@@ -54,6 +54,7 @@ from moe_lightning.parallel.context import (
     is_silent,
     prepare_environment,
 )
+from moe_lightning.parallel.exchange import WAITS
 from moe_lightning.parallel.mesh import Layout
 
 # <linux/tcp.h>
@@ -196,6 +197,32 @@ class GroupAborter:
     def _cut_all(self) -> None:
         for connection in self._connections:
             _shut_down(connection)
+
+
+_STUCK_S = 2.0  # an abort frees a collective at once, if it does
+
+
+class StuckCollective:
+    """Detection of a main thread that an abort has not freed from a collective: it stays at one instruction of it. One
+    that computes is in another function.
+    """
+
+    def __init__(self) -> None:
+        self._place: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def exceeded_limit_s(self, now: float) -> float | None:
+        """Return the time that the main thread had, if it is over; else None. Call it again and again after an abort.
+
+        Args:
+            now: seconds of the caller's clock.
+        """
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        waits = frame is not None and (frame.f_code in WAITS or private_torch.is_collective(frame.f_code))
+        place = (id(frame), frame.f_lasti) if frame is not None and waits else None
+        if place is None or place != self._place:
+            self._place, self._since = place, now
+        return _STUCK_S if place is not None and now - self._since >= _STUCK_S else None
 
 
 def open_connections() -> Iterator[Connection]:

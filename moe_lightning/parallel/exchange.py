@@ -138,3 +138,7 @@ def _all_to_all(rows: Tensor, send: Sequence[int], recv: Sequence[int], world: W
             overlap_fn()
             work.wait()
     return received
+
+
+WAITS = frozenset({PendingExchange.wait.__code__, _all_to_all.__code__})
+"""Functions that wait for other ranks themselves, not in a collective of torch."""

@@ -482,7 +482,7 @@ OF_OTHER_LIBRARIES = {
     *((file, "_exit") for file in ("worker.py", "commands.py", "token_folder.py")),
     ("worker.py", "_shutdown"),
     ("worker.py", "_run_exitfuncs"),
-    *((file, "_current_frames") for file in ("worker.py", "hangs.py")),
+    *((file, "_current_frames") for file in ("worker.py", "hangs.py", "abort.py")),
     ("arguments.py", "_SubParsersAction"),
     ("train.py", "_option_string_actions"),
     ("pipeline.py", "_fields"),
@@ -569,3 +569,12 @@ LOCALS = {
 def test_a_frame_has_the_names_that_are_read(name: str) -> None:
     missing = LOCALS[name] - set(found(name).__code__.co_varnames)  # type: ignore[attr-defined]
     assert not missing, gone(f"{name}: {missing}")
+
+
+def test_collectives_of_torch_are_told_from_what_builds_groups() -> None:
+    waits = (dist.all_reduce, dist.all_to_all_single, dist.barrier, dist.broadcast, dist.recv)
+    builds = (dist.new_group, dist.init_process_group, dist.destroy_process_group)
+    told = {f.__name__: private_torch.is_collective(inspect.unwrap(f).__code__) for f in (*waits, *builds)}
+    assert told == {f.__name__: f in waits for f in (*waits, *builds)}, gone(
+        "torch.distributed: the local `work` of its collectives"
+    )
