@@ -11,6 +11,7 @@ A run of one rank, and one started by torchrun or srun, calls `train` in the pro
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 import os
@@ -43,10 +44,10 @@ from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
-from moe_lightning.cli.resume import check_start
+from moe_lightning.cli.resume import changes, check_changes, check_start
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
-from moe_lightning.config import with_key
+from moe_lightning.config import TARGET, with_key
 from moe_lightning.data.text import TextData
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.worker import Interrupted
@@ -96,7 +97,7 @@ _LOGGED = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "
 
 class RunRecord(Callback):
     """Records the configuration when training starts: a command that fails before leaves the former one, and no empty
-    run in a logger.
+    run in a logger. A checkpoint of a model that computes something else is refused, also away from its run.
 
     Args:
         directory: of the run.
@@ -106,6 +107,22 @@ class RunRecord(Callback):
     def __init__(self, directory: RunDirectory, config: Mapping[str, Any]) -> None:
         self._directory = directory
         self._config = config
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """
+        Raises:
+            ConfigurationError: the checkpoint's model has other options than the module's, see `check_changes`.
+        """
+        former, given = (each.get("config") for each in (checkpoint.get("hyper_parameters", {}), pl_module.hparams))
+        target = (self._config.get("model") or {}).get(TARGET)
+        if target is not None and isinstance(former, Mapping) and isinstance(given, Mapping):
+            # Tuples may be lists in a checkpoint.
+            former, given = json.loads(json.dumps([dict(former), dict(given)], default=str))
+            found = changes({"model": former}, {"model": {**given, TARGET: target}})
+            check_changes(found, overrides=self._config["resume_overrides"])
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,15 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
+from torch.utils.data import DataLoader
 
+from moe_lightning import GPTModule
 from moe_lightning.cli.resume import changes, check_changes, config_of, effect
-from moe_lightning.cli.training import ResumedWithOverrides
+from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.training import ResumedWithOverrides, RunRecord
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, WarmupAndDecay
+from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
 
 FORMER: dict[str, Any] = {
     "run_dir": "/old/outputs/x",
@@ -222,3 +227,26 @@ def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"a: \xff")
     with pytest.raises(ConfigurationError, match=r"config.yaml cannot be read \(invalid start byte\): fix it"):
         config_of(tmp_path / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("router", "refusal"),
+    [
+        ({"top_k": 1, "aux_loss_coef": 0.5}, None),
+        ({"scale": 2.0}, r"has another shape or meaning: model.router.scale 1.0 -> 2.0"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_away_from_its_run_is_compared_with_the_model(
+    router: dict[str, Any], refusal: str | None, tmp_path: Path
+) -> None:
+    quiet()
+    data = DataLoader(RandomTokens(16), batch_size=8)
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(GPTModule(TINY), data)
+    trainer.save_checkpoint(tmp_path / "copy.ckpt")
+    config = {"model": {"_target_": "moe_lightning.models.gpt.GPTConfig"}, "resume_overrides": False}
+    record = RunRecord(RunDirectory(tmp_path), config)
+    trainer, module = quiet_trainer(max_steps=2, callbacks=[record]), GPTModule({**TINY, "router": router})
+    with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
+        trainer.fit(module, data, ckpt_path=tmp_path / "copy.ckpt", weights_only=True)
