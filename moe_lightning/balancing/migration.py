@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.dispatch.placement import Placement
-from moe_lightning.errors import ConfigurationError
 
 _FAR = np.iinfo(np.int64).max
 
@@ -195,16 +194,7 @@ def align_placements(
         planned: one placement per layer.
         cluster: nodes of the ranks.
         assign: see `optimal_assignment`; another one compares no ranks.
-
-    Raises:
-        ConfigurationError: shapes that do not fit each other.
     """
-    shapes = [_shape(side) for side in (held, planned)]
-    if shapes[0] != shapes[1] or shapes[0][2] != cluster.num_ranks:
-        raise ConfigurationError(
-            f"held states {shapes[0]} and planned states {shapes[1]} (layers, experts, ranks) do not fit "
-            f"{cluster.num_ranks} ranks: build them for the same world"
-        )
     have, need = _States.of(held), _States.of(planned)
     ranks = cluster.ranks_by_node()
     size = np.array([len(group) for group in ranks])
@@ -223,10 +213,6 @@ def align_placements(
         assert len(mine) == len(theirs)
         planned_rank[mine] = theirs[assign(needs[theirs] - kept[node, : len(mine), : len(mine)])]
     return [placement.renamed(planned_rank) for placement in planned]
-
-
-def _shape(held: BoolArray | Sequence[Placement]) -> tuple[int, ...]:
-    return held.shape if isinstance(held, np.ndarray) else (len(held), *held[0].pairs.shape)
 
 
 def _replicas_staying(have: _States, need: _States, cluster: Cluster, planned_node: IntArray) -> IntArray:

@@ -35,7 +35,6 @@ from moe_lightning.balancing.cost_model import (
 )
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import Pace, ShadowPlan, balanced_quota, balanced_split, choose_homes
-from moe_lightning.errors import ConfigurationError
 
 
 def predict_plan(
@@ -453,16 +452,7 @@ def search_shadows(
         alpha: balanced enough when the ranks' loads differ by less than alpha times their mean. The paper leaves
             it open; a large value stops before the model's best plan, 0 costs a little more time to plan.
         scheduled: whether Trans and Agg will run under computations.
-
-    Raises:
-        ConfigurationError: tokens of another shape than the placement, or a negative alpha.
     """
-    if tokens.shape != placement.pairs.shape:
-        raise ConfigurationError(
-            f"tokens {tokens.shape} do not fit a placement of {placement.pairs.shape} (experts, ranks)"
-        )
-    if alpha < 0:
-        raise ConfigurationError(f"alpha={alpha} can never be met: use 0 or more")
     if placement.num_ranks == 1 or not tokens.any():
         return no_shadows(tokens, placement)
     layer = Layer(tokens=tokens, placement=placement, speeds=costs.speeds)

@@ -64,10 +64,6 @@ class AdamWReplay:
             )
         if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
             raise ConfigurationError("a learning rate in a tensor rounds differently: give it as a float")
-        if len(groups) != len(optimizer.param_groups):
-            raise ConfigurationError(
-                f"{len(groups)} groups of parameters were given for an optimizer with {len(optimizer.param_groups)}"
-            )
         self.version = version
         self._weights = [{name: _on_host(p) for name, p in group.items()} for group in groups]
         self._optimizer = AdamW([{"params": list(group.values())} for group in self._weights], foreach=True)

@@ -106,9 +106,9 @@ def sequential_selection(*, ordinal: int, k: int, num_layers: int, num_experts: 
         ep_size: ranks among which the experts are dealt in contiguous blocks.
 
     Raises:
-        ConfigurationError: k < 1, or ep_size does not divide E.
+        ConfigurationError: ep_size does not divide E.
     """
-    k = _check_k(k, num_experts)
+    k = min(k, num_experts)
     if ep_size < 1 or num_experts % ep_size:
         raise ConfigurationError(
             f"ep_size={ep_size} does not divide the {num_experts} experts: use a divisor of {num_experts}"
@@ -146,11 +146,9 @@ def load_aware_selection(unsaved: IntArray, *, k: int, owners: IntArray, num_ran
         unsaved: int64 [L, E], tokens since each expert's last saved version.
         owners: int64 [L, E], the rank that would save each expert.
         num_ranks: ranks among which the ceil(L * K / num_ranks) experts each are shared.
-
-    Raises:
-        ConfigurationError: k < 1, or tables of different shapes.
     """
-    num_layers, num_experts, k = _check_tables(unsaved, owners, k)
+    num_layers, num_experts = unsaved.shape
+    k = min(k, num_experts)
     capacity = np.full(num_ranks, -(-num_layers * k // num_ranks))
     chosen: list[tuple[int, ...]] = [()] * num_layers
     for layer in reversed(range(num_layers)):
@@ -171,9 +169,10 @@ def load_aware_global_selection(unsaved: IntArray, *, k: int, owners: IntArray, 
     Algorithm 1 in that no layer chooses before another and every layer gets its K experts. A rank saves at most
     ceil(L * K / ranks) of them, or one, two, ... more, where the owners leave no other choice.
 
-    Args and errors: as `load_aware_selection`.
+    Args: as `load_aware_selection`.
     """
-    num_layers, num_experts, k = _check_tables(unsaved, owners, k)
+    num_layers, num_experts = unsaved.shape
+    k = min(k, num_experts)
     share = -(-num_layers * k // num_ranks)
     picks: list[set[int]] = [set() for _ in range(num_layers)]
     saves = [0] * num_ranks
@@ -235,11 +234,7 @@ def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArra
     Args:
         k: K_persist, clamped to what the snapshot has.
         persisted_version: int64 [L, E], the step of each expert's newest version on storage (-1: none).
-
-    Raises:
-        ConfigurationError: k < 1.
     """
-    k = _check_k(k, snapshot.num_experts)
 
     def oldest(layer: int, window: tuple[int, ...]) -> tuple[int, ...]:
         ages = persisted_version[layer, list(window)]
@@ -261,12 +256,9 @@ def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
     ceil(E / K_persist) - 1 where K_persist divides K_snapshot and that divides E, up to twice as much elsewhere: an
     expert that just missed its turn in a window waits until the window is back. Found by running the schedule until it
     repeats; ALGORITHMS 3.6 gives the condition, the papers give none.
-
-    Raises:
-        ConfigurationError: a K below 1.
     """
-    k_snapshot = _check_k(k_snapshot, num_experts)
-    k_persist = min(_check_k(k_persist, num_experts), k_snapshot)
+    k_snapshot = min(k_snapshot, num_experts)
+    k_persist = min(k_persist, k_snapshot)
     ages, start, oldest = np.zeros(num_experts, dtype=np.int64), 0, 0
     seen = set()
     while (state := (start, ages.tobytes())) not in seen:
@@ -277,21 +269,6 @@ def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
         oldest = max(oldest, int(ages.max()))
         start = (start + k_snapshot) % num_experts
     return oldest
-
-
-def _check_k(k: int, num_experts: int) -> int:
-    if k < 1:
-        raise ConfigurationError(f"k={k} experts cannot be saved: use 1 to {num_experts}")
-    return min(k, num_experts)
-
-
-def _check_tables(unsaved: IntArray, owners: IntArray, k: int) -> tuple[int, int, int]:
-    if unsaved.ndim != 2 or unsaved.shape != owners.shape:
-        raise ConfigurationError(
-            f"unsaved tokens of shape {unsaved.shape} and owners of shape {owners.shape} must both be [layers, experts]"
-        )
-    num_layers, num_experts = unsaved.shape
-    return num_layers, num_experts, _check_k(k, num_experts)
 
 
 class Source(IntEnum):

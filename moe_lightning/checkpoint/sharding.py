@@ -77,13 +77,7 @@ class CheckpointSize:
 
 
 def checkpoint_size(tensors: Iterable[TensorSpec], *, accounting: Accounting, k: int | None = None) -> CheckpointSize:
-    """Bytes that a checkpoint of K experts per layer writes (None: all), over all ranks, every tensor once.
-
-    Raises:
-        ConfigurationError: k < 1.
-    """
-    if k is not None and k < 1:
-        raise ConfigurationError(f"k={k} experts cannot be saved: use 1 or more, or None for a full checkpoint")
+    """Bytes that a checkpoint of K experts per layer writes (None: all), over all ranks, every tensor once."""
     dense = expert = 0
     for tensor in tensors:
         if tensor.buffer:

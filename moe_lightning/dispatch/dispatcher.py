@@ -135,7 +135,7 @@ class Dispatcher:
         gathered_numbers: `local_number` of all ranks, from the last counts; empty before any.
 
     Raises:
-        ConfigurationError: the placement does not fit the world, a group lacks an expert, an unknown name, or what a
+        ConfigurationError: the placement does not fit the world, a group lacks an expert, or what a
             plan on the device does not do: dispatch groups, some backends, elastic runs, speeds, shadows.
     """
 
@@ -152,10 +152,6 @@ class Dispatcher:
     ) -> None:
         if placement.num_ranks != world.size:
             raise ConfigurationError(f"the placement is for {placement.num_ranks} ranks, but {world.size} are running")
-        if quota not in ("balanced", "equal"):
-            raise ConfigurationError(f"quota={quota!r} is not known: use 'balanced' or 'equal'")
-        if plan_on not in ("host", "device"):
-            raise ConfigurationError(f"plan={plan_on!r} is not known: use 'host' or 'device'")
         placement.check_groups(groups)
         self.placement = placement
         self.world = world

@@ -120,7 +120,6 @@ def wrong_dispatchers(rank: int, world_size: int) -> list[str]:
     one_sided = Placement(replicas=np.array([[1, 0], [1, 1]]))
     cases: list[tuple[Any, ...]] = [
         (uniform_placement(4, 3), world, whole),
-        (uniform_placement(4, world_size), world, whole, "fair"),
         (uniform_placement(4, world_size), world, whole, "equal", None, 0, "exchanges"),
         (one_sided, world, [(0,), (1,)]),
     ]
@@ -133,10 +132,9 @@ def wrong_dispatchers(rank: int, world_size: int) -> list[str]:
 
 
 def test_wrong_dispatchers() -> None:
-    size, quota, backend, group = run_ranks(2, wrong_dispatchers)[0]
+    size, backend, group = run_ranks(2, wrong_dispatchers)[0]
     assert "3 ranks" in size
     assert "2 are running" in size
-    assert "quota='fair' is not known: use 'balanced' or 'equal'" in quota
     assert "dispatch='exchanges' is not a known dispatch: did you mean 'exchange'? Use one of exchange, " in backend
     assert "ranks [1] holds no replica of expert 0" in group
 

@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpt_tensors import (
-    PEC_ACCOUNTING,
     gpt_moe_tensors,
 )
 from moe_lightning.arrays import cut
@@ -28,7 +27,6 @@ from moe_lightning.checkpoint.selection import Selection, full_selection, parse_
 from moe_lightning.checkpoint.sharding import (
     Module,
     balanced_expert_writers,
-    checkpoint_size,
     equal_expert_writers,
     longest_processing_time,
     shard_checkpoint,
@@ -151,8 +149,6 @@ def test_who_writes_an_expert_goes_on_where_it_still_holds_it() -> None:
 
 
 def test_sizes_refuse_nonsense() -> None:
-    with pytest.raises(ConfigurationError, match="k=0"):
-        checkpoint_size(GPT_125M_8E, accounting=PEC_ACCOUNTING, k=0)
     with pytest.raises(ConfigurationError, match="moe_every=5"):
         gpt_moe_tensors(width=8, num_layers=12, num_experts=2, moe_every=5)
 

@@ -200,10 +200,6 @@ def test_fastermoe_stops_at_the_first_rise_as_published() -> None:
 
 def test_wrong_input_is_one_sentence() -> None:
     placement, tokens = uniform_placement(4, 4), np.ones((4, 4), dtype=np.int64)
-    with pytest.raises(ConfigurationError, match="do not fit a placement"):
-        search_shadows(tokens[:, :3], placement, COSTS)
-    with pytest.raises(ConfigurationError, match="alpha=-1"):
-        search_shadows(tokens, placement, COSTS, alpha=-1)
     with pytest.raises(ConfigurationError, match="does not fit a placement"):
         shadow_quota(tokens, placement, no_shadows(tokens[:3], uniform_placement(3, 4)))
     everywhere = ShadowPlan(shadows=np.ones((4, 4), dtype=np.bool_), homes=np.arange(4))
