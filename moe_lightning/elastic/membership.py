@@ -408,6 +408,9 @@ class ElasticTask:
             raise ConfigurationError(f"{ELASTIC_VARIABLE} is malformed ({error}): leave it to the launcher") from None
 
 
+_JOINED: set[str] = set()  # tokens of tasks that this process has a membership of
+
+
 def membership_from_environment(multiple: int = 1) -> Membership | None:
     """Return the membership of a worker that an elastic launcher started; None in any other process.
 
@@ -415,10 +418,19 @@ def membership_from_environment(multiple: int = 1) -> Membership | None:
         multiple: worlds train in multiples of so many members.
 
     Raises:
-        ConfigurationError: the launcher's variable is malformed, or its membership cannot be made.
+        ConfigurationError: the launcher's variable is malformed, its membership cannot be made, or this process has it:
+            two of one task would evict each other.
     """
     task = ElasticTask.from_environment()
-    return None if task is None else MEMBERSHIPS.make(task.settings.membership, task, multiple)
+    if task is None:
+        return None
+    if task.token in _JOINED:
+        raise ConfigurationError(
+            "an elastic script trains with one strategy: give the same ExpertParallelStrategy to all its Trainers"
+        )
+    membership = MEMBERSHIPS.make(task.settings.membership, task, multiple)
+    _JOINED.add(task.token)
+    return membership
 
 
 def devices_of_machine(devices: list[torch.device] | None) -> list[torch.device] | None:
