@@ -151,6 +151,11 @@ class ClientState:
         return self._join.is_spare or (is_ready and not self._is_inside())
 
     @property
+    def holds_nothing(self) -> bool:
+        """True while this process waits to join and no other needs its state."""
+        return self.world is None or self._join.is_spare
+
+    @property
     def _waits_for_a_step(self) -> bool:
         """True if this process is outside of a world that trains, and so waits as long as that needs to its next step,
         perhaps through a validation.

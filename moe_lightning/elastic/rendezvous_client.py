@@ -42,7 +42,7 @@ from moe_lightning.elastic.etcd_rendezvous import LeaderLookup
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
-from moe_lightning.elastic.worker import RunFinished, end_hanging_process
+from moe_lightning.elastic.worker import Preempted, RunFinished, end_hanging_process
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.abort import StuckCollective
 
@@ -345,6 +345,7 @@ class RendezvousClient:
             is_spare: the others go on without this process, which waits until there are enough for a multiple.
 
         Raises:
+            Preempted: a notice came while this process held nothing that others need.
             RunFinished: the others finished while this process was spare, stopped or unreachable.
             WorldTooSmall: no world formed within `join_timeout_s`, and none that trains may be joined later.
             ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or links to members
@@ -359,6 +360,10 @@ class RendezvousClient:
                     state.rename()
                 if state.is_unneeded(is_ready=is_ready):
                     raise RunFinished("the others have finished the run, and need this process no more")
+                if self.notice is not None and state.holds_nothing:
+                    state.leave()
+                    self._carry_out()
+                    raise Preempted(self.notice)
                 if is_evicted:
                     self._introduce(self._connection.send)
                 self._check_host(started)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from moe_lightning.elastic import rendezvous_host
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import (
     ELASTIC_VARIABLE,
+    MEMBERSHIPS,
     ElasticSettings,
     ElasticTask,
     membership_from_environment,
@@ -36,7 +37,7 @@ from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.run import main as run_main
 from moe_lightning.elastic.server import ServerThread, listen
-from moe_lightning.elastic.worker import RunFinished
+from moe_lightning.elastic.worker import Preempted, RunFinished
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
 from tests.leftovers import listening
@@ -50,6 +51,27 @@ def test_a_task_survives_the_environment() -> None:
     )  # fmt: skip
     assert ElasticTask.from_environment(task.to_environment()) == task
     assert ElasticTask.from_environment({}) is None
+
+
+def test_a_second_membership_of_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a second strategy in a script: the host would take each for the other's successor, for ever."""
+    monkeypatch.setattr(MEMBERSHIPS, "make", lambda *_: "membership")
+    for _ in range(2):
+        task = ElasticTask(address="none", secret_file="none", node="a")
+        monkeypatch.setenv(ELASTIC_VARIABLE, task.to_environment()[ELASTIC_VARIABLE])
+        assert str(membership_from_environment()) == "membership"
+        with pytest.raises(ConfigurationError, match="an elastic script trains with one strategy: give the same"):
+            membership_from_environment()
+
+
+def test_a_process_that_waits_to_join_leaves_at_once_on_a_notice() -> None:
+    with RendezvousServer() as host:
+        patience, secret = ElasticSettings(start_timeout_s=3.0), str(host.secret_file)
+        task = ElasticTask(address=str(host.address), secret_file=secret, node="a", expected=2, settings=patience)
+        with closing(RendezvousClient(task)) as client:
+            client._preemption._record("taken away")
+            with pytest.raises(Preempted, match="taken away"):
+                client.join()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"node": "a"}', '{"settings": {"no_such": 1}}'])
