@@ -18,6 +18,7 @@ import hashlib
 import io
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -160,10 +161,14 @@ def follow_umask(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or as it was."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(text)
-    draft.replace(path)
+    """Write a file that is there as a whole or as it was, also if several machines write it at once."""
+    draft = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def append_rows(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -59,6 +59,7 @@ from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import replace_text
 from moe_lightning.hub import missing_weights
 from moe_lightning.text_table import in_columns, table
 from moe_lightning.user_errors import suggestion
@@ -570,7 +571,7 @@ def run_job(composed: DictConfig) -> float | None:
         if line := dial_line(composed):
             print(in_columns(line), flush=True)
         attempt.earlier_command = directory.command.read_bytes() if directory.command.exists() else None
-        OmegaConf.save(OmegaConf.create(config), directory.command)
+        replace_text(directory.command, OmegaConf.to_yaml(OmegaConf.create(config)))  # other machines read it
         try:
             _launch(directory, config, elastic, external=external)
         except KeyboardInterrupt as stop:

@@ -1,7 +1,8 @@
-"""A private folder whose path is short enough for a Unix socket, wherever temporary files go."""
+"""A private folder whose path is short enough for a Unix socket, and files that are written as a whole."""
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import PrivateFolder
+from moe_lightning.files import PrivateFolder, replace_text
 
 
 def test_a_long_folder_of_temporary_files_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +36,30 @@ def test_a_host_of_one_machine_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         folder = host.secret_file.parent
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
+
+
+def test_machines_that_write_one_file_at_once_have_drafts_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, hosts, replace = tmp_path / "command.yaml", ["a"], Path.replace
+
+    def late(draft: Path, target: Path) -> Path:
+        if len(hosts) == 1:
+            hosts.append("b")
+            replace_text(path, "of b")
+        return replace(draft, target)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts[-1])
+    monkeypatch.setattr(Path, "replace", late)
+    replace_text(path, "of a")
+    assert path.read_text() == "of a"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_former_file_and_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "command.yaml"
+    replace_text(path, "former")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(path, "new \ud800")
+    assert path.read_text() == "former"
+    assert list(tmp_path.iterdir()) == [path]
