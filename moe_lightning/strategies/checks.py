@@ -356,8 +356,11 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int)
     return micros
 
 
-def check_for_pipeline(module: pl.LightningModule) -> None:
+def check_for_pipeline(module: pl.LightningModule, *, stage_size: int) -> None:
     """
+    Args:
+        stage_size: ranks of a stage, which sum its gradients.
+
     Raises:
         ConfigurationError: what cannot be trained in stages.
     """
@@ -366,6 +369,24 @@ def check_for_pipeline(module: pl.LightningModule) -> None:
             "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "
             "optimization, or mesh.pp=1"
         )
+    if stage_size > 1:
+        require_dense_gradients(module, "mesh.pp with several ranks in a stage")
+
+
+def require_dense_gradients(module: nn.Module, beside: str) -> None:
+    """
+    Args:
+        beside: what sums gradients of known size only, in words.
+
+    Raises:
+        ConfigurationError: an embedding with sparse gradients.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise ConfigurationError(
+                f"the embedding {name} has sparse=True, and {beside} sums dense gradients only: use sparse=False, or "
+                "dense=ddp or zero1 without mesh.pp"
+            )
 
 
 def require_one_optimizer_each(

@@ -557,7 +557,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if not self.state.has_placed(module):
             keeps_weights = False
             if self.worlds.axes.pp > 1:
-                check_for_pipeline(module)
+                check_for_pipeline(module, stage_size=self.world.stage.size)
                 self._pipeline = Pipeline(module, self.options.schedule, self.steps, self.worlds, self.update.scaled)
             stages, transfer = StageMap(module, self.worlds), StateTransfer(self.state)
             if self._pipeline is not None:

@@ -35,6 +35,7 @@ from moe_lightning.compat.private_lightning import trainer_of
 from moe_lightning.compat.private_torch import tree_map
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
+from moe_lightning.strategies.checks import require_dense_gradients
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _HANDLES = "_moe_lightning_handles"
@@ -48,10 +49,12 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         experts: parameters that are not sharded; scalars are not sharded either.
 
     Raises:
-        ConfigurationError: a unit whose parameters have several dtypes, or a torch that cannot undo it.
+        ConfigurationError: a unit whose parameters have several dtypes, sparse gradients, or a torch that cannot undo
+            it.
     """
     if not can_be_undone():
         raise ConfigurationError(f"dense=fsdp and hsdp need torch 2.13, not {torch.__version__}: use dense=zero1")
+    require_dense_gradients(module, "dense=fsdp or hsdp")
     ignored = {*experts, *(p for p in module.parameters() if p.ndim == 0)}
     mesh = _device_mesh(world)
     parts = list(units(module, ignored))

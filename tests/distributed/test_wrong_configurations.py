@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from moe_lightning import ConfigurationError, GPTModule, MoELayer
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
+from moe_lightning.strategies.checks import check_for_pipeline
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 
@@ -45,6 +47,12 @@ class SharedTrunk(OwnModule):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.AdamW(self.parameters()), torch.optim.AdamW(self.parameters())]
+
+
+class SparseTable(OwnModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32, sparse=True)
 
 
 def loader(**options: Any) -> DataLoader[Any]:
@@ -93,6 +101,10 @@ CASES: dict[str, Callable[[], Case]] = {
         "strategy": {"dense": "fsdp"},
         "module": SharedTrunk(),
     },
+    "the embedding embed has sparse=True, and dense=fsdp or hsdp sums dense gradients only": lambda: {
+        "strategy": {"dense": "fsdp"},
+        "module": SparseTable(),
+    },
     "ddp_comm_hook is taken": lambda: {"strategy": {"ddp_comm_hook": default_hooks.allreduce_hook}},
     "num_workers=2 processes would each read a part of the stream Stream": lambda: {
         "loader": DataLoader(Stream(), batch_size=2, num_workers=2)
@@ -130,6 +142,12 @@ def provoke(rank: int, world_size: int) -> list[tuple[str, str]]:
         except Exception as error:
             outcomes.append((type(error).__name__, str(error)))
     return outcomes
+
+
+def test_sparse_gradients_of_stages_are_refused() -> None:
+    check_for_pipeline(SparseTable(), stage_size=1)
+    with pytest.raises(ConfigurationError, match="the embedding embed has sparse=True"):
+        check_for_pipeline(SparseTable(), stage_size=2)
 
 
 def test_wrong_runs_are_one_sentence_on_every_rank() -> None:
