@@ -205,9 +205,9 @@ def measured_cpu(ranks: int, threads: int) -> Hardware:
     )
 
 
-def _shortest(call: Any, rounds: int = 7) -> float:
+def _shortest(call: Any) -> float:
     seconds = []
-    for _ in range(rounds):
+    for _ in range(7):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)

@@ -84,15 +84,11 @@ def rank_memory(
     *,
     slots: int,
     ranks_per_node: int,
-    snapshot_bytes: float = 0.0,
 ) -> RankMemory:
     """Return the memory of a rank of the busiest stage, with so many experts of each of its MoE layers.
 
     Dense: P parameters of the stage are P / tp of a rank; fsdp and hsdp divide all of it by their shards, zero1 the
     optimizer states (Rajbhandari et al. 2020, fig. 1). Experts: slots of each layer, whole.
-
-    Args:
-        snapshot_bytes: buffers of checkpoints in the rank's memory.
     """
     stage, footprint = busiest_stage(workload, mesh.pp, mesh.chunks), footprint_of(workload)
     dense = stage.dense_params / mesh.tp
@@ -118,7 +114,6 @@ def rank_memory(
         ),
         gathered=of_dense.cast * dense + of_expert.cast * experts + is_gathered * _gathered(workload, mesh),
         update=max(slots * footprint.expert_update, footprint.dense_update / mesh.tp),
-        snapshots=snapshot_bytes,
     )
 
 
