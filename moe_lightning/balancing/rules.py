@@ -193,12 +193,6 @@ class Candidate:
     cluster: Cluster
 
 
-class LayerMap(Protocol):
-    """Applies a function to all layers, one after the other or side by side: `map`, or that of a thread pool."""
-
-    def __call__(self, function: Callable[[int], Placement | None], layers: Iterable[int], /) -> Iterable[Any]: ...
-
-
 def replan_placement(
     loads: IntArray,
     cluster: Cluster,
@@ -207,7 +201,7 @@ def replan_placement(
     tolerance: float = 0.02,
     *,
     block_s: Callable[[int, Placement], float] | None = None,
-    over_layers: LayerMap = map,
+    over_layers: Callable[..., Iterable[Any]] = map,
 ) -> list[Placement]:
     """A placement for every layer of an unchanged world, which moves experts only where that relieves the busiest rank.
 
@@ -225,7 +219,7 @@ def replan_placement(
         tolerance: relative relief that is not worth a migration.
         block_s: predicted seconds of a layer under a placement: the candidate with the least is chosen, if it is
             faster than the present one by the tolerance; None: the first candidate that relieves most.
-        over_layers: how the layers are planned; they do not depend on each other.
+        over_layers: applies a function to all layers, as `map` or a thread pool does; they do not depend on each other.
 
     Raises:
         ConfigurationError: placements that do not fit the loads or the cluster.

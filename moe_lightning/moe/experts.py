@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -152,11 +152,8 @@ VACANT = -1
 """In the place of an expert: a slot that holds none. Its rows are zero, get no tokens and stay zero."""
 
 
-class ExpertSource(Protocol):
-    """Source of the first weights of experts, one expert at a time."""
-
-    def __call__(self, expert: int) -> Mapping[str, Tensor]:
-        """The rows of one expert by the names of the stacked parameters."""
+ExpertSource = Callable[[int], Mapping[str, Tensor]]
+"""Returns the first rows of one expert by the names of the stacked parameters."""
 
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
