@@ -757,10 +757,10 @@ def test_the_tokenizer_of_the_same_cache_makes_no_second_entry(trained: TextData
     assert len(list(cache.glob("*/tokens.bin"))) == 1
 
 
-def test_a_tokenizer_of_the_users_own_is_in_no_checkpoint(trained: TextData, book: Path, cache: Path) -> None:
+def test_checkpoints_name_a_tokenizer_of_the_users_own(trained: TextData, book: Path, cache: Path) -> None:
     path = trained.corpora[0].train.path.with_name("tokenizer.json")
     own = TextData(source=str(book), cache_dir=cache, tokenizer=str(path))
-    assert own.state_dict() == {}
+    assert own.state_dict() == {"tokenizer_origin": str(path)}
     ended = TextData(source=str(book), cache_dir=cache, tokenizer="bytes", end_of_document=0)
     assert ended.state_dict() == {"end_of_text": 0}
     own.load_state_dict({"trained_tokenizer": "ignored"})
