@@ -26,9 +26,9 @@ fi
 
 steps=()
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-  srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --gpus="$SLURM_GPUS_ON_NODE" --nodelist="$node" \
-    --overlap moe-train callbacks=fault_recovery "${rendezvous[@]}" elastic.num_nodes="$SLURM_JOB_NUM_NODES" \
-    ranks="$SLURM_GPUS_ON_NODE" "$@" &
+  srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --nodelist="$node" --overlap \
+    ${SLURM_GPUS_ON_NODE:+--gpus="$SLURM_GPUS_ON_NODE"} moe-train callbacks=fault_recovery "${rendezvous[@]}" elastic.num_nodes="$SLURM_JOB_NUM_NODES" \
+    ranks="${SLURM_GPUS_ON_NODE:-auto}" "$@" &
   steps+=($!)
 done
 

@@ -6,6 +6,8 @@
 # ssh must need no password. moe-train must be in the PATH of a login shell, and variables of etcdctl for users and
 # certificates are set in the profile of the machines. Ctrl-C, or the loss of this terminal, ends the run on all of them.
 set -u
+: "${NODES:?name the machines, such as NODES='node1 node2'}"
+: "${ETCD:?give the address of etcd, such as ETCD=https://HOST:2379}"
 read -ra nodes <<< "$NODES"
 id="${RDZV_ID:-ssh-$(date +%s)-$$}"
 printf -v arguments '%q ' "$@"

@@ -48,6 +48,7 @@ def sbatch(
     trainer: str,
     python: str = f'#!/bin/sh\nexec {sys.executable} "$@"\n',
     etcd: str = "",
+    gpus: str = "1",
 ) -> Iterator[subprocess.Popen[str]]:
     """The documented script as a job of two nodes of this machine, at a free port; all of it ends with the block.
 
@@ -57,6 +58,7 @@ def sbatch(
         trainer: shell commands in place of moe-train.
         python: program in place of python.
         etcd: addresses; none to start a rendezvous host.
+        gpus: of a node; none where the job asks for none.
     """
     binaries, home = folder / "bin", folder / "home"
     home.mkdir()
@@ -86,7 +88,7 @@ def sbatch(
         "SLURM_JOB_NAME": script.name,
         "SLURM_JOB_NODELIST": "nodes",
         "SLURM_JOB_NUM_NODES": str(len(NODES)),
-        "SLURM_GPUS_ON_NODE": "1",
+        **({"SLURM_GPUS_ON_NODE": gpus} if gpus else {}),
         **({"SLURM_CPUS_PER_TASK": options["cpus-per-task"]} if "cpus-per-task" in options else {}),
     }
     with (folder / "slurm.out").open("w") as output:
@@ -148,6 +150,7 @@ def test_the_job_ends_with_its_last_step(tmp_path: Path, codes: tuple[int, int],
         ]
     options = (tmp_path / "srun.options").read_text()
     assert "--cpus-per-task=64" in options
+    assert options.count("--gpus=1") == 2
     assert options.count("--overlap") == 3
 
 
@@ -163,6 +166,15 @@ def test_launchers_of_a_job_meet_in_etcd(tmp_path: Path) -> None:
             "elastic.rdzv_id=slurm-17",
         ]
     assert not (tmp_path / f"step-{NODES[0]}-python").exists(), "no rendezvous host"
+
+
+def test_nodes_may_have_no_gpus(tmp_path: Path) -> None:
+    called = 'printf "%s\n" "$@" > "$FOLDER/$SLURMD_NODENAME.called"'
+    with sbatch(tmp_path, trainer=called, etcd="https://a:2379", gpus="") as job:
+        assert job.wait(PATIENCE_S) == 0
+    for node in NODES:
+        assert "ranks=auto" in (tmp_path / f"{node}.called").read_text().splitlines()
+    assert "--gpus" not in (tmp_path / "srun.options").read_text()
 
 
 @pytest.mark.slow

@@ -237,6 +237,16 @@ def test_machines_of_ssh_meet_in_etcd(codes: str, expected: int, tmp_path: Path)
     ElasticLauncher(num_ranks=8, log_dir=tmp_path, **options).check()
 
 
+@pytest.mark.parametrize(("missing", "expected"), [("NODES", "name the machines"), ("ETCD", "the address of etcd")])
+def test_machines_of_ssh_and_etcd_must_be_named(missing: str, expected: str) -> None:
+    given = {"PATH": os.environ["PATH"], "NODES": "0 1", "ETCD": "https://a:2379"}
+    del given[missing]
+    done = subprocess.run(["bash", str(ROOT / "docs" / "ssh.sh")], env=given, capture_output=True, text=True)
+    assert done.returncode
+    assert len(done.stderr.splitlines()) == 1
+    assert expected in done.stderr
+
+
 def laid_by(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files belong to a user, and this process to user 1000."""
     fstat = os.fstat
