@@ -17,7 +17,7 @@ from moe_lightning import arguments
 from moe_lightning.cli import data, evaluate, generate
 from moe_lightning.cli.bench import COMMANDS
 from moe_lightning.cli.composition import config_folder, with_quotes
-from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands
+from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands, lines
 
 TRAINING = [
     pytest.param(arguments, id=f"{path.name}: {' '.join(arguments)}"[:100])
@@ -113,6 +113,12 @@ def test_installs_from_the_checkout(path: Path) -> None:
 
 
 SITE = [page for page in PAGES if page.parent == ROOT / "docs"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_with_a_tokenizer_name_its_extra(page: Path) -> None:
+    if any("=bpe:" in line or "tokenizer.json" in line for line in lines(page)):
+        assert re.search(r"pip install -e \"\.\[(bpe|hf)\]", page.read_text())
 
 
 def test_every_page_is_in_the_index() -> None:
