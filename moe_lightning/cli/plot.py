@@ -75,7 +75,7 @@ def draw(directory: Path) -> Iterator[tuple[str, Figure]]:
     yield from checkpoint_pictures(metrics)
     lanes = recovery_lanes(metrics)
     if lanes:
-        yield "recovery", phase_lines(lanes, "recoveries: from the fault as a survivor saw it until training goes on")
+        yield "recovery", phase_lines(lanes, "changes of ranks: from the loss or join until training goes on")
 
 
 def metrics_files(directory: Path, name: str = "metrics.csv") -> list[Path]:

@@ -149,7 +149,7 @@ _WORDS = {
 def training(metrics: Metrics, logged: Metrics) -> Section:
     """Losses, speed, gradient norm and learning rate; of what was logged, where losses were not finite."""
     losses = {name: values for name, values in metrics.items() if _is_loss(name)}
-    faults = list(metrics.get("recovery/total_ms", {}))
+    faults = list(metrics.get("recovery/lost_rank", {}))
     parts = []
     for title, unit, caption, lines in (
         ("loss", "loss (nats)", "Mean over the tokens of the global batch.", losses),
@@ -295,7 +295,7 @@ def recoveries(directory: Path, metrics: Metrics) -> Section:
         rows += found
     lanes = recovery_lanes(metrics)
     if lanes:
-        title = "recoveries: from the fault as a survivor saw it until training goes on"
+        title = "changes of ranks: from the loss or join until training goes on"
         parts.append(
             figure(svg(phase_lines(lanes, title)), title, "Seconds of each phase; one lane for each recovery.")
         )

@@ -92,7 +92,7 @@ def test_the_page_has_every_section_and_only_its_own_markup(run: Path, capsys: p
 
 def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> None:
     # Lightning counts a validation after the last step further.
-    write_metrics(run, 1, [{"step": 20, "val/loss": 2.5, "epoch": 0}])
+    write_metrics(run, 1, [{"step": 20, "val/loss": 2.5, "epoch": 0}, {"step": 12, "recovery/lost_rank": 1}])
     text = report.render(run)
     assert "a run of moe-lightning, 20 steps on 2 ranks" in text
     assert text.count("Dotted: ranks were lost and the others went on.") >= 2
@@ -110,6 +110,7 @@ def test_a_run_that_goes_on_is_not_described_by_the_summary_of_its_former_start(
 
 
 def test_ranks_that_join_are_no_recovery(run: Path) -> None:
+    assert "Dotted:" not in report.render(run), "no rank was lost"
     write_metrics(run, 1, [{**recovery(14, 200.0), "recovery/lost_rank": 2}, recovery(16, 100.0)])
     words = " ".join(ElementTree.fromstring(report.render(run)).itertext())
     assert "recoveries from lost ranks 1 " in " ".join(words.split())
