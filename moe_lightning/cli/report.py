@@ -519,8 +519,13 @@ def _counted(metrics: Metrics, steps: object) -> Metrics:
 def _size(config: Mapping[str, Any], metrics: Metrics, summary: Mapping[str, Any]) -> str:
     """Steps and ranks; of a run that has not ended the last logged step."""
     steps = summary["steps"] if isinstance(summary.get("steps"), int) else _last_step(metrics)
-    ranks = config.get("ranks")
-    return f"{steps:,} steps" + (f" on {ranks} ranks" if ranks is not None else "")
+    trainer, elastic = (config.get(name) or {} for name in ("trainer", "elastic"))
+    devices = trainer.get("devices")
+    here = len(devices) if isinstance(devices, list) else devices
+    if not isinstance(here, int):
+        return f"{steps:,} steps"
+    ranks = here * trainer.get("num_nodes", 1) * elastic.get("num_nodes", 1)
+    return f"{steps:,} steps on {ranks} rank{'s' * (ranks != 1)}"
 
 
 def _last_step(metrics: Metrics) -> int:

@@ -51,7 +51,9 @@ def run(tmp_path: Path) -> Path:
         row = [12, "2026-01-01", EVIL, 1, 4, 3, EVIL, 0, 0, 0.4]
         csv.writer(file).writerows([COLUMNS, [str(cell).replace("\x00", "") for cell in row]])
     name = EVIL.replace("\x00", "").replace("'", "''")
-    (tmp_path / "config.yaml").write_text(f"run_name: '{name}'\nranks: 2\nmodule: {{config: {{d_model: 8}}}}\n")
+    (tmp_path / "config.yaml").write_text(
+        f"run_name: '{name}'\nranks: auto\ntrainer: {{devices: 2}}\nmodule: {{config: {{d_model: 8}}}}\n"
+    )
     (tmp_path / "summary.json").write_text('{"steps": 20, "val_loss": 2.5}')
     damaged = tmp_path / "checkpoints" / "step-00000010"
     damaged.mkdir(parents=True)
@@ -99,6 +101,19 @@ def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> N
     assert "Replicas stayed as they were placed: callbacks=load_balancer" in text
     (run / "placement.csv").unlink()
     assert "Experts had no replicas: callbacks=load_balancer" in report.render(run)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ("trainer: {devices: 1}", "20 steps on 1 rank<"),
+        ("trainer: {devices: [0, 1], num_nodes: 1}\nelastic: {num_nodes: 2}", "20 steps on 4 ranks<"),
+        ("trainer: {devices: auto}", "20 steps<"),
+    ],
+)
+def test_ranks_of_all_machines_count(run: Path, config: str, size: str) -> None:
+    (run / "config.yaml").write_text(f"run_name: a\n{config}\n")
+    assert size in report.render(run)
 
 
 def test_a_run_that_goes_on_is_not_described_by_the_summary_of_its_former_start(run: Path) -> None:
