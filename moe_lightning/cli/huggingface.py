@@ -139,7 +139,8 @@ class _Trained:
         values = self.source.values.get("hyper_parameters", {})
         if "huggingface" not in values:
             raise ConfigurationError(
-                f"{path} is not a checkpoint of a HuggingFaceModule: transformers has no class for it"
+                f"{path} is not a checkpoint of a HuggingFaceModule, and transformers has no class for others: write "
+                "the weights alone with moe-ckpt export CKPT model.safetensors"
             )
         self.config = build_config(HuggingFaceConfig, trained_config(values))
         self.optimizer = build_config(OptimizerConfig, values["optimizer"])

@@ -200,7 +200,7 @@ def open_language_model(
     if isinstance(place, Path) and not place.exists():
         raise ConfigurationError(
             f"{path} does not exist: give the directory of a run, such as outputs/quickstart, a checkpoint, or a "
-            "Hugging Face folder on this machine"
+            "Hugging Face folder on this machine (hf download ORG/NAME --local-dir NAME makes one)"
         )
     if isinstance(place, Path) and any((place / name).is_file() for name in (_CONFIG, _ADAPTER)):
         if step is not None:

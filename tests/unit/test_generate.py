@@ -457,7 +457,7 @@ def test_steps_order_the_files_of_a_copied_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere", "a"], ["nowhere does not exist", "outputs/quickstart"]),
+        (["nowhere", "a"], ["nowhere does not exist", "outputs/quickstart", "hf download ORG/NAME"]),
         (["empty", "a"], ["empty is a run without a checkpoint", "train it"]),
         (["run"], ["PROMPT must be given"]),
         (["run", "a", "--chat"], ["'a' is one argument too many"]),

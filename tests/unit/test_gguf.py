@@ -295,7 +295,9 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
     check_refusal(tmp_path, ["model.gguf exists already: name another file"], capsys)
     (tmp_path / "model.gguf").unlink()
     save(gpt(), tmp_path / "run.ckpt")
-    check_refusal(tmp_path, ["is not a checkpoint of a HuggingFaceModule"], capsys)
+    check_refusal(
+        tmp_path, ["is not a checkpoint of a HuggingFaceModule", "moe-ckpt export CKPT model.safetensors"], capsys
+    )
 
 
 def test_the_package_is_named_where_it_is_missing(
