@@ -25,7 +25,7 @@ and resumes for three more.
   [limits](silent-errors.md) of float32. In the rows of bfloat16 every token uses all four experts, so that rounding
   chooses none, and limits are 0.02 for a loss and 0.1 of the largest element for a gradient.
 * **refused**: training does not start; the reason is listed below the table.
-* **differs**: it trains, and the numbers are others than those of one process, for the reason below the table.
+* **differs**: it trains, and its numbers differ from those of one process, for the reason below the table.
 
 ```bash
 moe-bench compatibility                                   # all cells, in a checkout

@@ -106,7 +106,7 @@ options
   --version                     with --report: versions and machine, for a report of a fault
 
 examples
-  moe-train                                          train the quickstart, about two minutes
+  moe-train                                          train the quickstart, two to four minutes
   moe-train recipes=text data.source=~/books         train on your own text
   moe-train recipes=swinv2_moe data.path=photos/     or images: a folder for each class
   moe-train model.num_experts=16 run_name=wide       change anything, keep it apart
