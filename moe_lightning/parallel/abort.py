@@ -7,9 +7,10 @@ last answer would be lost together with its waiting peer. Listening sockets are 
 process when accept fails. NCCL groups are aborted through their own call.
 
 gloo fails only operations of which no byte has moved (its `Pair::signalException` passes over those being written or
-read), so a rank may wait until its timeout, although its peer is dead: now and then amid small messages, every second
-time amid an all-to-all of more than 4 MB per pair of ranks, which socket buffers do not take. `StuckCollective` finds
-it: that rank ends itself two seconds after the abort and is started again, like one that was lost.
+read), so a rank may wait until its timeout, although its peer is dead: now and then amid small messages, in up to half
+of the aborts amid an all-to-all of more than 4 MB per pair of ranks, which socket buffers do not take.
+`StuckCollective` finds it: that rank ends itself two seconds after the abort and is started again, like one that was
+lost.
 
 gloo has no authentication and accepts any connection. Once the groups are built, a socket filter on its listeners drops
 packets that would open new connections; established connections do not pass the filter. Linux only.
