@@ -90,12 +90,12 @@ def advise(options: Mapping[str, str], settings: Sequence[str], config_dir: str 
     config = _configuration(settings, config_dir)
     base = _base(settings)
     folder = Path(config_dir, "recipes") if config_dir else Path(_FOLDER)
-    target = recipe_file(Path(options.get("--out") or folder / f"{base}_advised.yaml"), "--out ")
-    if config_dir and (Path(config_dir) / "recipes" / f"{base}.yaml").is_file() and target.parent != folder:
-        raise ConfigurationError(f"--out {target} must be in {folder}, beside the recipe {base} that it begins with")
     machine = _cluster(options["--cluster"]) if "--cluster" in options else _this_machine(config)
     run, notes = _run_on(config, machine)
     advice, run = _advice(run, machine)
+    target = recipe_file(Path(options.get("--out") or folder / f"{base}_advised.yaml"), "--out ")
+    if config_dir and (Path(config_dir) / "recipes" / f"{base}.yaml").is_file() and target.parent != folder:
+        raise ConfigurationError(f"--out {target} must be in {folder}, beside the recipe {base} that it begins with")
     for line in _lines(advice, run, machine, base, notes):
         print(line)
     target.write_text(_recipe(advice, run, machine, config, settings, target))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import end_of_text, tokenizer_origin, trained_tokenizer
+from moe_lightning.checkpoint.inspect import chat_template, end_of_text, tokenizer_origin, trained_tokenizer
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
@@ -62,6 +62,7 @@ class LanguageModel:
         tokenizer: returns the tokenizer of text as it is trained on.
         spec: names that tokenizer; empty for one that the run has trained.
         data: configuration of the data of its training; empty where that is not known.
+        template: chat template that its checkpoint keeps, since no file of its tokenizer has it.
     """
 
     name: str
@@ -74,6 +75,7 @@ class LanguageModel:
     tokenizer: Callable[[], Tokenizer]
     spec: str
     data: Mapping[str, Any]
+    template: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -120,6 +122,11 @@ class LanguageModel:
         if self.is_trained_on_conversations:
             return chat_format(self.spec, self.data.get("end_token"))
         templated = None if self.spec in ("", "bytes") else templated_turns(tokenizer_file(self.spec).parent)
+        if templated is None and self.template is not None:
+            raise ConfigurationError(
+                f"{self.name} was trained on conversations, whose format its run's config.yaml names: give the "
+                "directory of the run, or a folder that moe-ckpt export-hf has written there"
+            )
         if templated is None:
             raise ConfigurationError(
                 f"{self.name} has no chat template, and was not trained on conversations: only a text can be continued "
@@ -275,6 +282,7 @@ def _of_checkpoint(
         tokenizer=lambda: tokenizer,
         spec=spec or "",
         data=data,
+        template=chat_template(saved.values),
     )
 
 

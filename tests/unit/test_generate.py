@@ -358,6 +358,15 @@ def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.Capture
     assert run(capsys, trained_run(tmp_path / "other", data), PROMPT, "--greedy") == f"{PROMPT}\n"
 
 
+def test_a_checkpoint_away_from_its_run_has_learned_a_dialogue_whose_format_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(gpt(), tmp_path / "run.ckpt", InstructionData={"chat_template": "{{ messages }}", "end_of_text": 1})
+    assert main([str(path), "--chat", "--tokenizer", "bytes"]) == 2
+    said = capsys.readouterr().err
+    assert "run.ckpt was trained on conversations, whose format its run's config.yaml names: give the directory" in said
+
+
 @pytest.mark.parametrize("data", [None, {**INSTRUCTIONS, "end_token": None}])
 def test_a_checkpoint_knows_the_end_of_a_text(
     data: dict[str, Any] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
