@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
@@ -122,7 +123,8 @@ class RunRecord(Callback):
             # Tuples may be lists in a checkpoint.
             former, given = json.loads(json.dumps([dict(former), dict(given)], default=str))
             found = changes({"model": former}, {"model": {**given, TARGET: target}})
-            check_changes(found, overrides=self._config["resume_overrides"])
+            is_resumed = trainer.state.fn == TrainerFn.FITTING  # otherwise nothing is trained with the given settings
+            check_changes(found, overrides=self._config["resume_overrides"] or not is_resumed)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -80,7 +80,7 @@ class GPTConfig:
     tie_embeddings: bool = True
     dropout: Probability = option(0.0, changes_function=False, draws_noise="in training")
     rope_theta: Annotated[float, Interval(gt=0, le=1e9)] = 10000.0
-    init_std: Coefficient = 0.02
+    init_std: Coefficient = option(0.02, is_resumable=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "router", build_config(RouterConfig, self.router))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 from torch.utils.data import DataLoader
@@ -230,15 +231,16 @@ def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("router", "refusal"),
+    ("options", "refusal"),
     [
-        ({"top_k": 1, "aux_loss_coef": 0.5}, None),
-        ({"scale": 2.0}, r"has another shape or meaning: model.router.scale 1.0 -> 2.0"),
+        ({"router": {"top_k": 1, "aux_loss_coef": 0.5}}, None),
+        ({"init_std": 0.5}, None),
+        ({"router": {"scale": 2.0}}, r"has another shape or meaning: model.router.scale 1.0 -> 2.0"),
     ],
     ids=str,
 )
 def test_a_checkpoint_away_from_its_run_is_compared_with_the_model(
-    router: dict[str, Any], refusal: str | None, tmp_path: Path
+    options: dict[str, Any], refusal: str | None, tmp_path: Path
 ) -> None:
     quiet()
     data = DataLoader(RandomTokens(16), batch_size=8)
@@ -247,6 +249,25 @@ def test_a_checkpoint_away_from_its_run_is_compared_with_the_model(
     trainer.save_checkpoint(tmp_path / "copy.ckpt")
     config = {"model": {"_target_": "moe_lightning.models.gpt.GPTConfig"}, "resume_overrides": False}
     record = RunRecord(RunDirectory(tmp_path), config)
-    trainer, module = quiet_trainer(max_steps=2, callbacks=[record]), GPTModule({**TINY, "router": router})
+    trainer, module = quiet_trainer(max_steps=2, callbacks=[record]), GPTModule({**TINY, **options})
     with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
         trainer.fit(module, data, ckpt_path=tmp_path / "copy.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("fn", [TrainerFn.FITTING, TrainerFn.VALIDATING])
+def test_a_validation_does_not_go_on_with_other_settings(fn: TrainerFn, tmp_path: Path) -> None:
+    """The original model may lie elsewhere; what the weights mean is compared all the same."""
+    target = {"_target_": "moe_lightning.models.huggingface.module.HuggingFaceConfig"}
+    record = RunRecord(RunDirectory(tmp_path), {"model": target, "resume_overrides": False})
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
+
+    def load(**given: Any) -> None:
+        former = {"pretrained": "/a/base", "overrides": {"num_experts_per_tok": 2}}
+        module: Any = SimpleNamespace(hparams={"config": former | given})
+        record.on_load_checkpoint(trainer, module, {"hyper_parameters": {"config": former}})
+
+    is_refused = pytest.raises(ConfigurationError, match=r"other settings: model.pretrained '/a/base' -> ")
+    with is_refused if fn == TrainerFn.FITTING else nullcontext():
+        load(pretrained="/b/base")
+    with pytest.raises(ConfigurationError, match="another shape or meaning"):
+        load(overrides={"num_experts_per_tok": 1})
