@@ -258,6 +258,12 @@ def _of_checkpoint(
     if spec is None and trained is None:
         named = tokenizer_origin(saved.values)
         is_here = named is not None and local_tokenizer(named).is_file()
+        model = hyper_parameters.get("origin")
+        if not (data or is_here) and named not in (None, model, f"{model}/{TOKENIZER_FILE}"):
+            raise ConfigurationError(
+                f"{named}, the tokenizer of {saved.path}, is not here: give --tokenizer with the path of its "
+                "tokenizer.json"
+            )
         spec = _spec_of(data or ({"tokenizer": named} if is_here else {}), config, str(saved.path))
     tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
     end = end_of_text(saved.values)

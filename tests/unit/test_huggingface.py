@@ -499,6 +499,8 @@ def test_the_tokenizer_that_the_data_name_is_exported(
         assert len(ours("<|x|>")["input_ids"]) == 1
         assert capsys.readouterr().err == ""
         alone.unlink()
+        with pytest.raises(ConfigurationError, match=r"own.json, the tokenizer of .* is not here: give --tokenizer"):
+            open_language_model(str(tmp_path / "run.ckpt"))
         assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "gone")]) == 0
         assert f"{alone}, the tokenizer of the run, is not here, so" in capsys.readouterr().err
 
