@@ -120,7 +120,7 @@ def test_scales_of_another_name_are_refused(tmp_path: Path, method: str | None, 
 
     rewrite(tmp_path, method, quantise)
     with pytest.raises(
-        CheckpointError, match=rf"{part}.weight' .* has float8_e4m3fn values without .*_scale_inv': load"
+        CheckpointError, match=rf"{part}.weight' .* has float8_e4m3fn values without .*_scale_inv', its scales: give"
     ):
         load(tmp_path)
 

@@ -131,7 +131,7 @@ class WeightsFolder:
         return files
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The tensors on disk that make up a tensor: itself, or its values and scales where it is quantised; none where
+        """The tensors on disk that make up a tensor: itself, or its values and scales where it is quantized; none where
         it is not there.
         """
         full = (self._on_disk(name), name)
@@ -142,10 +142,10 @@ class WeightsFolder:
         return ()
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """A tensor, or one row of a stack, in the dtype on disk or dequantised; only these bytes are read.
+        """A tensor, or one row of a stack, in the dtype on disk or dequantized; only these bytes are read.
 
         Raises:
-            CheckpointError: there is no such tensor or row, its values are quantised and have no scales that are known,
+            CheckpointError: there is no such tensor or row, its values are quantized and have no scales that are known,
                 or the file is damaged.
         """
         parts = self.parts(name)
@@ -158,8 +158,7 @@ class WeightsFolder:
             if values[0].element_size() == 1:
                 raise CheckpointError(
                     f"{parts[0]!r} of {self.path} has {str(values[0].dtype).removeprefix('torch.')} values without "
-                    f"{parts[0] + FP8_SCALE!r}: load the model with transformers in bfloat16 and save it with "
-                    "save_pretrained"
+                    f"{parts[0] + FP8_SCALE!r}, its scales: give the checkpoint that it was quantized from"
                 )
             return values[0]
         return from_mxfp4(*values) if parts[0].endswith(MXFP4_BLOCKS) else from_fp8(*values)
