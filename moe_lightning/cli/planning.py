@@ -414,7 +414,9 @@ def _staged(run: PlannedRun) -> MeshSpec | None:
     if run.model.sizes.tied or pp > run.model.sizes.depth or run.model.is_pretrained:
         return None
     samples = run.global_batch * pp * run.mesh.cp * run.mesh.tp // run.num_ranks
-    return replace(run.mesh, pp=pp, micro_batches=2 * pp) if samples % (2 * pp) == 0 and samples else None
+    added = 2 if run.mesh.pp > 1 else 2 * pp  # two a stage, times the accumulation
+    micro_batches = (run.mesh.micro_batches or 1) * added
+    return replace(run.mesh, pp=pp, micro_batches=micro_batches) if samples % micro_batches == 0 and samples else None
 
 
 def _gigabytes(num_bytes: float) -> str:

@@ -220,6 +220,15 @@ def test_the_cheapest_cure_that_fits(share: float, settings: tuple[str, ...], cu
     assert need <= free
 
 
+def test_a_cure_of_stages_keeps_the_accumulation() -> None:
+    run = _run("trainer.accumulate_grad_batches=2", "model.tie_embeddings=false", "data.global_batch_size=32")
+    staged = planning._staged(run)
+    assert staged is not None
+    assert (staged.pp, staged.micro_batches) == (2, 8), "four for two stages, each twice"
+    again = _run("trainer.accumulate_grad_batches=16", "model.tie_embeddings=false", "data.global_batch_size=32")
+    assert planning._staged(again) is None, "64 of 32 samples"
+
+
 def test_a_refusal_is_one_line() -> None:
     run = _run(*LARGE)
     total = run.memory().total
