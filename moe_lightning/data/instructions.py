@@ -299,7 +299,12 @@ class TemplatedTurns:
         """The content of the turn that a model's answer makes, without what the template writes before it."""
         asked, whole = self.prompt([Turn("user", "?")]), self._written(Conversation(_exchange("?", _ANSWER)))
         begin = whole.removeprefix(asked).partition(_ANSWER)[0]
-        return answer.rpartition(begin)[2] if begin.strip() else answer
+        content = answer.rpartition(begin)[2] if begin.strip() else answer
+        try:
+            self._written(Conversation(_exchange("?", content)))
+        except ValueError:  # it ended before its content began
+            return ""
+        return content
 
     def _before(self, said: Conversation, index: int) -> str:
         """The text up to an answer, with what asks for it."""

@@ -306,8 +306,11 @@ def test_a_chat_template_is_used(
     assert model.prompts == ["[user]you?<e>[assistant]"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "content"), [("<c>analysis<m>hm<c>final<m>fine", "fine"), ("<c>analysis<m>hm", "")], ids=["whole", "cut"]
+)
 def test_what_a_template_writes_before_an_answer_is_no_part_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answer: str, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As GPT-OSS, whose template refuses its marks of channels in a message."""
     template = (
@@ -317,10 +320,10 @@ def test_what_a_template_writes_before_an_answer_is_no_part_of_it(
     )
     make_checkpoint("olmoe", tmp_path / "model", vocab_size=300, max_position_embeddings=512)
     write_tokenizer(tmp_path / "model", chat_template=template)
-    model = Answers(monkeypatch, "<c>analysis<m>hm<c>final<m>fine<e>", "<c>final<m>bye<e>")
+    model = Answers(monkeypatch, f"{answer}<e>", "<c>final<m>bye<e>")
     says(monkeypatch, "how?", "well")
     assert run(capsys, tmp_path / "model", "--chat").endswith("<c>final<m>bye\n")
-    assert model.prompts[1] == "[user]how?<e>[assistant]<c>final<m>fine<e>[user]well<e>[assistant]"
+    assert model.prompts[1] == f"[user]how?<e>[assistant]<c>final<m>{content}<e>[user]well<e>[assistant]"
 
 
 def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
