@@ -327,6 +327,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._close(wait=False)
         self._settings = self._asked  # ranks that join have measured nothing
         self._experts_moved, self._saved_at = False, None
+        self._is_elastic = True  # all may leave, and save, before the loop of a rank that has joined starts
         strategy = _strategy(trainer)
         rolled_back = strategy.elastic.has_rolled_back
         self.lost.enter_world(strategy.state.stages, strategy.world, has_rolled_back=rolled_back)

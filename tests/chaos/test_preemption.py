@@ -15,9 +15,10 @@ import pytest
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.chaos.elastic_runs import SETTINGS, assert_same_losses, elastic_run, finish, reference
+from tests.chaos.elastic_runs import SETTINGS, Kill, assert_same_losses, elastic_run, finish, reference
 from tests.chaos.elastic_worker import checkpoints_of
-from tests.forks import PATIENCE_S
+from tests.chaos.test_min_ranks import wait_for_recovery
+from tests.forks import PATIENCE_S, wait_until
 from tests.parameters import slow
 
 STEPS = 24
@@ -98,3 +99,25 @@ def test_ranks_save_before_all_of_them_leave(tmp_path: Path) -> None:
         finish(run, range(2))
         assert run.reports()[0]["step"] == last
         assert_same_losses(run, reference(STEPS))
+
+
+def test_ranks_that_wait_for_others_save_with_one_that_has_just_joined(tmp_path: Path) -> None:
+    """Its loop has not run yet."""
+    with elastic_run(
+        tmp_path,
+        workers=3,
+        steps=STEPS,
+        settings=replace(SETTINGS, notice_on_sigterm=True, min_ranks=3),
+        saving={"every_n_steps": 1000},
+        recovery={"min_replicas": 3},
+        kills=[Kill(worker=worker, step=5, place="forward") for worker in (1, 2)],
+    ) as run:
+        wait_for_recovery(run, 0, ranks=1)
+        run.start(1)
+        wait_until(lambda: run.has_joined(1), run.words)
+        for worker in range(2):
+            run.signal(worker, signal.SIGTERM)
+        for worker in range(2):
+            run.processes[worker].join(PATIENCE_S)
+            assert "SIGTERM asks this process to leave" in (tmp_path / f"error-{worker}.txt").read_text()
+        assert checkpoints(checkpoints_of(tmp_path))[0][1].step == max(run.losses()) == 5
