@@ -384,6 +384,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._close(wait=False)  # no later checkpoint holds anything of the updates that were taken back
         if self.session is not None:
             self.session.protect()
+        _strategy(trainer).follow_optimizers()  # a callback may have replaced them in this step
         has_changed = self._experts_moved or self._growth.has_replaced
         if self.session is not None and self.session.in_window and not has_changed:
             self.session.save_more(trainer.global_step)
@@ -406,6 +407,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = _strategy(trainer)
         strategy.state.parts.reshard()  # a callback may have called the module
+        strategy.follow_optimizers()  # or replaced them
         strategy.update.state_check.before_save(trainer.global_step)
         self.lost.counts.join_stages(strategy.state.stages)
         if self._experts_moved:

@@ -581,7 +581,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.update.check_optimizers(self.optimizers, are_new=True)
         self.state.set_optimizers(self.optimizers)
 
-    def _follow_optimizers(self) -> None:
+    def follow_optimizers(self) -> None:
         """Go on with the optimizers that a callback or the module has given the Trainer since the last step."""
         if self.state.has_replaced(self.optimizers):
             self._take_optimizers()
@@ -784,7 +784,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.is_left_alone:
             return {}
-        self._follow_optimizers()
+        self.follow_optimizers()
         return self.checkpoints.optimizer_state(optimizer)
 
     @override
@@ -866,7 +866,7 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         require_accumulation(self.state.trainer)
-        self._follow_optimizers()
+        self.follow_optimizers()
         self.update.check_optimizers(self.optimizers)
         if self._dense_sum.lacks_unfrozen:
             self.model = self.lightning_module

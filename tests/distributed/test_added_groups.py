@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from torch import Tensor, nn
 
 from moe_lightning import ConfigurationError, PartialExpertsCheckpoint
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.compat import private_torch
 from tests.distributed.harness import run_pooled
@@ -288,3 +289,53 @@ def test_a_directory_holds_the_states_of_a_replaced_optimizer(lossless: bool, tm
     saved = Checkpoint(tmp_path / "step-00000006").read("dense/out.weight/exp_avg").numpy()
     steps = moments[4:] if lossless else moments[5:]  # a window of two steps begins with the state of the first
     assert any(np.array_equal(saved, each) for each in steps)
+
+
+class SwitchAtEnd(pl.Callback):
+    """Replaces the optimizer in the step that is saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=0.05)]
+
+
+class MomentsOrNone(pl.Callback):
+    """Notes the moments of one parameter after each step, None where the optimizer has none yet."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        moments = trainer.optimizers[0].state[pl_module.out.weight].get("exp_avg")
+        self.seen.append(None if moments is None else moments.numpy().copy())
+
+
+def switched_at_end(rank: int, world_size: int, folder: str, step: int, options: Options) -> Any:
+    saver = PartialExpertsCheckpoint(folder, keep_last=9, **options)
+    callbacks = [SwitchAtEnd(step), moments := MomentsOrNone(), saver]
+    fitted(make_trainer(rank, world_size, {}, max_steps=7, enable_checkpointing=True, callbacks=callbacks), Tuned())
+    return moments.seen
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"every_n_steps": 1, "k_snapshot": 6}, 1),  # it opens the session
+        ({"every_n_steps": 1, "k_snapshot": 6}, 2),
+        *(({"every_n_steps": 2, "k_snapshot": 3, "lossless": True}, step) for step in (2, 3, 4)),
+    ],
+)
+def test_no_directory_holds_the_states_of_an_optimizer_that_was_replaced(
+    options: Options, step: int, tmp_path: Path
+) -> None:
+    (seen,) = run_pooled(1, switched_at_end, str(tmp_path), step, options)
+    name, directories = "dense/out.weight/exp_avg", checkpoints(tmp_path)
+    assert directories[0][1].step == 7
+    for path, manifest in directories:
+        saved = Checkpoint(path)
+        moments = saved.read(name).numpy() if name in saved.shapes() else None
+        first = 0 if manifest.step < step else step - 1
+        assert any(np.array_equal(moments, each) for each in seen[first:]), manifest.step
