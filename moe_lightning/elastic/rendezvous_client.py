@@ -260,8 +260,8 @@ class _GuardedGroups:
         abort: ends all waits for peers; None before the first world.
     """
 
-    def __init__(self) -> None:
-        self.abort: Callable[[], None] | None = None
+    def __init__(self, abort: Callable[[], None] | None = None) -> None:
+        self.abort = abort
         self._stuck = StuckCollective()
 
     def exceeded_limit_s(self, now: float) -> float | None:
@@ -414,7 +414,7 @@ class RendezvousClient:
         with self._changed:
             is_first = members.nodes.index(members.nodes[members.rank]) == members.rank
             self._links.enter(self._state.guard(members), self._clock.now, is_first=is_first)
-            self._groups.abort = abort
+            self._groups = _GuardedGroups(abort)
             self._carry_out()
 
     def abort(self, reason: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ import torch.distributed as dist
 
 from moe_lightning.elastic.client_state import ClientState
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
+from moe_lightning.elastic.rendezvous_client import RendezvousClient
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import EXIT_HANGING, FAILURE_FILE_VARIABLE, end_hanging_process, report_failure
 from moe_lightning.parallel.abort import StuckCollective
 
+PATIENCE_S = 20.0
 SETTINGS = ElasticSettings(hang_timeout_s=0.5, build_timeout_s=0.1, start_timeout_s=3.0)
 
 
@@ -37,10 +42,35 @@ def test_who_hangs_in_a_broken_world(steps: int, seconds: float, is_ended: bool)
     assert state.exceeded_limit_s(1000.0) is None
 
 
-def _called(text: str, file: str, call: Callable[[], object]) -> None:
+def _main_place() -> tuple[str, int]:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return frame.f_code.co_name, frame.f_lasti
+
+
+def _looked(text: str, file: str, look: Callable[[], list[bool]]) -> list[bool]:
+    """Return what a thread sees while the main thread waits in a function of this text."""
+    found: list[bool] = []
+    lock = threading.Lock()
+
+    def run() -> None:
+        deadline, former = time.monotonic() + PATIENCE_S, ("", 0)
+        try:
+            while (place := _main_place()) != former or place[0] != "wait":
+                assert time.monotonic() < deadline
+                former = place
+                time.sleep(0.02)
+            found.extend(look())
+        finally:
+            lock.release()
+
     names: dict[str, Any] = {}
     exec(compile(text, file, "exec"), names)
-    names["wait"](call)
+    thread = threading.Thread(target=run)
+    with lock:
+        thread.start()
+        names["wait"](lock.acquire)
+    thread.join()
+    return found
 
 
 COLLECTIVE = "def wait(call):\n    work = call\n    work()\n"
@@ -56,25 +86,26 @@ COLLECTIVE = "def wait(call):\n    work = call\n    work()\n"
     ids=["collective", "other code", "building of groups"],
 )
 def test_a_main_thread_that_no_abort_frees_from_a_collective_is_found(text: str, file: str, is_found: bool) -> None:
-    found: list[bool] = []
-
-    def look(lock: threading.Lock, stuck: StuckCollective) -> None:
-        try:
-            time.sleep(0.2)
-            found.extend(stuck.exceeded_limit_s(now) is not None for now in (5.0, 6.9, 7.1))
-        finally:
-            lock.release()
-
     stuck = StuckCollective()
     for _ in range(2):  # each time it has its two seconds
-        lock = threading.Lock()
-        lock.acquire()
-        thread = threading.Thread(target=look, args=(lock, stuck))
-        thread.start()
-        _called(text, file, lock.acquire)
-        thread.join()
+        found = _looked(text, file, lambda: [stuck.exceeded_limit_s(now) is not None for now in (5.0, 6.9, 7.1)])
+        assert found == [False, False, is_found]
         assert stuck.exceeded_limit_s(9.0) is None, "it came back"
-    assert found == [False, False, is_found] * 2
+
+
+def test_each_world_gives_the_main_thread_its_two_seconds() -> None:
+    """It came back from the same collective of the last one before anybody looked."""
+
+    def look() -> list[bool]:
+        found = [client._groups.exceeded_limit_s(5.0) is not None]
+        client.guard(members, lambda: None)
+        return [*found, *(client._groups.exceeded_limit_s(now) is not None for now in (100.0, 102.1))]
+
+    with RendezvousServer() as host:
+        task = ElasticTask(address=str(host.address), secret_file=str(host.secret_file), node="a")
+        with closing(RendezvousClient(task)) as client:
+            members = client.join()
+            assert _looked(COLLECTIVE, dist.distributed_c10d.__file__, look) == [False, False, True]
 
 
 def test_a_full_disk_keeps_no_hanging_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
