@@ -788,7 +788,7 @@ class _Workers:
         """Report a death to the others, and start a new process in its place if the limits allow."""
         kill_orphans(worker.process)
         if code in (0, EXIT_PREEMPTED, EXIT_STOPPED):
-            is_member = not self._world or worker.token in self._world
+            is_member = self._world is None or worker.token in self._world
             self._ends[code] = self._ends.get(code, False) or is_member
             return
         failure = worker.logs.failure(0, code, slot=slot)
