@@ -690,7 +690,8 @@ class _Workers:
             time.sleep(_ELASTIC_POLL_S)
         if self._failures.crash is not None and self._failures.is_unrecovered:  # after the training
             raise RanksFailed(self._failures.crash)
-        if 0 not in self._ends or EXIT_STOPPED in self._ends:  # one that joins late ends with 0 after a stop, too
+        has_left = EXIT_PREEMPTED in self._ends and not self._ends.get(0)
+        if has_left or EXIT_STOPPED in self._ends:  # whatever one says that came too late
             raise Interrupted(signal.SIGTERM)  # all left on notice, or stopped on a signal to another machine
 
     @property

@@ -250,10 +250,16 @@ def test_a_late_worker_that_ends_well_does_not_hide_that_the_others_stopped(mach
         machine.run()
     machine.script = lambda slot, starts: f"exit {0 if slot else 76}"
     machine.run()  # the other left on a notice
+    machine.link.messages = [formed("0")]  # without the late one
+    with pytest.raises(Interrupted):
+        machine.run()
 
 
-def test_a_worker_that_comes_too_late_for_one_training_does_not_end_restarts_in_the_next(machine: Machine) -> None:
-    machine.link.messages = [formed("0")]
+@pytest.mark.parametrize("tokens", [["0"], []], ids=["one in the world", "none in the world"])
+def test_a_worker_that_comes_too_late_for_one_training_does_not_end_restarts_in_the_next(
+    machine: Machine, tokens: list[str]
+) -> None:
+    machine.link.messages = [formed(*tokens)]
     machine.script = lambda slot, starts: "sleep 0.2; exit 0" if slot else f"sleep 0.5; exit {2 - starts}"
     machine.run()
     assert len(machine.started) == 3
