@@ -232,7 +232,7 @@ class Gathered:
     def __call__(
         self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
     ) -> Any:
-        return _call(own, self.argument, lambda x: ranks.gather(x, _POSITIONS), args, kwargs)
+        return _call(module, own, self.argument, lambda x: ranks.gather(x, _POSITIONS), args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Parted:
     def __call__(
         self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
     ) -> Any:
-        return _call(own, self.argument, lambda x: ranks.own(x, 1), args, kwargs)
+        return _call(module, own, self.argument, lambda x: ranks.own(x, 1), args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -385,6 +385,7 @@ def parted_logits(model: nn.Module) -> Generator[TensorRanks | None, None, None]
 
 
 def _call(
+    module: nn.Module,
     own: Callable[..., Any],
     argument: int | str,
     change: Callable[[Tensor], Tensor],
@@ -393,7 +394,7 @@ def _call(
 ) -> Any:
     """`own` with one of its arguments changed, by place or by name, where that is given and not None."""
     is_given = argument in kwargs if isinstance(argument, str) else argument < len(args)
-    found = argument if is_given else _in_the_other_way(own, argument)
+    found = argument if is_given else _in_the_other_way(module, argument)
     if isinstance(found, str):
         return own(*args, **{key: _changed(value, change) if key == found else value for key, value in kwargs.items()})
     if found >= len(args):
@@ -401,9 +402,11 @@ def _call(
     return own(*args[:found], _changed(args[found], change), *args[found + 1 :], **kwargs)
 
 
-def _in_the_other_way(own: Callable[..., Any], argument: int | str) -> int | str:
-    """Return the place of an argument that is named, or the name of one whose place is given; itself without one."""
-    names = list(inspect.signature(own).parameters)
+def _in_the_other_way(module: nn.Module, argument: int | str) -> int | str:
+    """Return the place of an argument that is named, or the name of one whose place is given; itself without one. What
+    is in the place of the module's `forward`, as under RecomputeDense, may take any arguments; its class names them.
+    """
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
     if isinstance(argument, str):
         return names.index(argument) if argument in names else argument
     return names[argument] if argument < len(names) else argument

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import CompileDense, ConfigurationError, GPTModule, OptimizerConfig, RecomputeDense
 from moe_lightning.callbacks.dense_blocks import dense_parts
+from moe_lightning.parallel.tensor import Gathered, PartedForward
 from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
@@ -53,6 +57,18 @@ def test_losses_are_the_same_to_the_bit(ranks: int, strategy: dict[str, Any]) ->
         assert again == plain
         assert after["left"] == 0
         assert after["kept"] < before["kept"]
+
+
+@pytest.mark.parametrize("argument", [0, "input"])
+def test_a_part_that_is_cut_gathers_an_argument_given_in_the_other_way(argument: int | str) -> None:
+    """The names are those of its class, whatever is in the place of its forward pass."""
+    module, x = pl.LightningModule(), torch.zeros(1, 2, 3)
+    module.inside = nn.Sequential(nn.Identity())
+    ranks: Any = SimpleNamespace(gather=lambda part, dim: torch.cat([part, part], dim=dim))
+    PartedForward(module.inside, Gathered(argument), ranks)
+    RecomputeDense().on_fit_start(cast(pl.Trainer, SimpleNamespace(callbacks=[])), module)
+    given = module.inside(input=x) if argument == 0 else module.inside(x)
+    assert given.shape == (1, 4, 3)
 
 
 def test_noise_that_nobody_drives_is_drawn_once() -> None:
