@@ -56,7 +56,7 @@ def check_local(key: str, value: object) -> None:
         )
 
 
-def local_folder(root: str | os.PathLike[str]) -> Path:
+def machine_folder(root: str | os.PathLike[str]) -> Path:
     """Return the folder of a run for files of this machine: the working directory where the run's is in a store."""
     return Path("." if "://" in str(root) else root)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_lightning.compat import private_torch
 from moe_lightning.doctor.recorder import blocks
-from moe_lightning.files import local_folder
+from moe_lightning.files import machine_folder
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import local
@@ -177,7 +177,7 @@ def _samplers(trainer: pl.Trainer) -> list[Any]:
 
 
 def _folder(trainer: pl.Trainer) -> str:
-    """Return a folder that all ranks reach, as they reach checkpoints."""
-    folder = local_folder(trainer.default_root_dir)
+    """Return a folder that all ranks of a machine reach."""
+    folder = machine_folder(trainer.default_root_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return str(folder)

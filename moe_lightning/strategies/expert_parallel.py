@@ -42,7 +42,7 @@ from moe_lightning.elastic.health import check_fixed_nodes, check_products
 from moe_lightning.elastic.membership import ElasticTask, devices_of_machine, membership_from_environment
 from moe_lightning.elastic.worker import leave_process_groups_at_exit
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import local_folder
+from moe_lightning.files import machine_folder
 from moe_lightning.kernels import BackendName
 from moe_lightning.moe.experts import deferred_experts
 from moe_lightning.moe.layer import whole_state_dict
@@ -361,7 +361,7 @@ class ExpertParallelStrategy(DDPStrategy):
         check_versions(world)
         if self.num_nodes > 1:
             trainer = private_lightning.trainer_of(self.lightning_module)
-            folder = Path.cwd() if trainer is None else local_folder(trainer.default_root_dir)
+            folder = Path.cwd() if trainer is None else machine_folder(trainer.default_root_dir)
             check_fixed_nodes(socket.gethostname() if self.local_rank == 0 else None, folder, world)
         leave_process_groups_at_exit()
 

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from moe_lightning.compat import private_torch
 from moe_lightning.elastic.protocol import ProcessClock
 from moe_lightning.elastic.worker import write_to_terminal
-from moe_lightning.files import local_folder
+from moe_lightning.files import machine_folder
 from moe_lightning.parallel.context import World, common_store
 from moe_lightning.strategies import process_stacks
 from moe_lightning.strategies.process_stacks import Process, Seen, is_users, place_of, relative
@@ -310,7 +310,7 @@ class HangWatch:
         if self._limit_s is None:
             return
         self._batches, self._ended, self._slow = 0, threading.Event(), None
-        reports = local_folder(folder) / "hangs"
+        reports = machine_folder(folder) / "hangs"
         if store is None or not world.is_connected:
             process_stacks.show_stacks()  # of the workers of loaders
             self._start(self._watch_alone, self._limit_s, self._ended, reports)
