@@ -31,11 +31,12 @@ PATIENCE_S = 20.0
 
 
 class Link:
-    """Connection to a host that says nothing but these messages."""
+    """Connection to a host that says nothing but these messages. When they are read it makes a file."""
 
     token, is_connected, error, address = "launcher", True, "", "host:1"
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.deaths: list[tuple[str, str]] = []
         self.messages: list[Any] = []
 
@@ -44,7 +45,13 @@ class Link:
 
     def read(self) -> list[Any]:
         messages, self.messages = self.messages, []
+        if messages:
+            self.file.touch()
         return messages
+
+
+READ = "until test -e read; do sleep 0.02; done; sleep 0.1"
+"""Script that waits until the launcher has read messages."""
 
 
 class Machine:
@@ -57,7 +64,7 @@ class Machine:
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.link = folder, Link()
+        self.folder, self.link = folder, Link(folder / "read")
         self.script: Callable[[int, int], str] = lambda slot, starts: "exit 0"
         self.started: list[WorkerLogs] = []
         self.address = "127.0.0.1:1"
@@ -209,7 +216,7 @@ def test_a_crash_that_the_others_recover_from_does_not_fail_the_command(machine:
             return "sleep 1"
         if starts == 2:
             machine.link.messages = [formed("0", "1-2")]
-        return failing("crash", "rank1") if starts == 1 else "exit 0"
+        return f"{READ}; {failing('crash', 'rank1')}" if starts == 1 else "exit 0"
 
     machine.script = script
     machine.run()
@@ -251,6 +258,7 @@ def test_a_late_worker_that_ends_well_does_not_hide_that_the_others_stopped(mach
     machine.script = lambda slot, starts: f"exit {0 if slot else 76}"
     machine.run()  # the other left on a notice
     machine.link.messages = [formed("0")]  # without the late one
+    machine.script = lambda slot, starts: f"{READ}; exit {0 if slot else 76}"
     with pytest.raises(Interrupted):
         machine.run()
 
@@ -260,7 +268,7 @@ def test_a_worker_that_comes_too_late_for_one_training_does_not_end_restarts_in_
     machine: Machine, tokens: list[str]
 ) -> None:
     machine.link.messages = [formed(*tokens)]
-    machine.script = lambda slot, starts: "sleep 0.2; exit 0" if slot else f"sleep 0.5; exit {2 - starts}"
+    machine.script = lambda slot, starts: READ if slot else f"{READ}; sleep 0.4; exit {2 - starts}"
     machine.run()
     assert len(machine.started) == 3
 
