@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -172,14 +173,10 @@ class RecomputeDense(ExpertParallelCallback):
         for name, part in dense_parts(module):
             if self._parts.get(name) is part:
                 continue
-            parted = vars(part).get("forward")
-            if isinstance(parted, PartedForward):
-                parted.undo()
-            if "forward" not in vars(part):  # somebody else's, such as a quantiser's, stays
-                part.forward = MethodType(_forward, part)
-                self._parts[name] = part
-            if isinstance(parted, PartedForward):  # computes with what is gathered
-                PartedForward(part, parted.style, parted.ranks)
+            with _whole(part):  # computes with what is gathered
+                if "forward" not in vars(part):  # somebody else's, such as a quantiser's, stays
+                    part.forward = MethodType(_forward, part)
+                    self._parts[name] = part
 
     @override
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -194,12 +191,25 @@ class RecomputeDense(ExpertParallelCallback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for part in self._parts.values():
-            del part.forward
+            with _whole(part):  # weights may stay cut
+                del part.forward
         self._parts = {}
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")  # Lightning calls no teardown then
+
+
+@contextmanager
+def _whole(part: nn.Module) -> Iterator[None]:
+    """Inside, a part that is cut computes as if it were whole, so that its forward pass can be replaced."""
+    parted = vars(part).get("forward")
+    if not isinstance(parted, PartedForward):
+        yield
+        return
+    parted.undo()
+    yield
+    PartedForward(part, parted.style, parted.ranks)
 
 
 def _forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -66,9 +66,14 @@ def test_a_part_that_is_cut_gathers_an_argument_given_in_the_other_way(argument:
     module.inside = nn.Sequential(nn.Identity())
     ranks: Any = SimpleNamespace(gather=lambda part, dim: torch.cat([part, part], dim=dim))
     PartedForward(module.inside, Gathered(argument), ranks)
-    RecomputeDense().on_fit_start(cast(pl.Trainer, SimpleNamespace(callbacks=[])), module)
+    trainer, callback = cast(pl.Trainer, SimpleNamespace(callbacks=[])), RecomputeDense()
+    callback.on_fit_start(trainer, module)
     given = module.inside(input=x) if argument == 0 else module.inside(x)
     assert given.shape == (1, 4, 3)
+    callback.teardown(trainer, module, "fit")
+    assert module.inside(x).shape == (1, 4, 3), "it stays cut"
+    module.inside.forward.undo()
+    assert "forward" not in vars(module.inside)
 
 
 def test_noise_that_nobody_drives_is_drawn_once() -> None:
