@@ -280,8 +280,9 @@ class ElasticSettings:
         rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
             when ranks come or go.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
-            broke ends its process, so that the others need not wait for it. Before its first step, in which kernels
-            compile and communicators begin, it may take `start_timeout_s`, if that is longer.
+            broke ends its process, so that the others need not wait for it; after two seconds in a collective that an
+            abort does not free. Before its first step, in which kernels compile and communicators begin, it may take
+            `start_timeout_s`, if that is longer.
         build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
             while connections are made; so it is below `hang_timeout_s`.
         join_timeout_s: how long a member waits for a world, and a world below `min_ranks` for more members; a process
