@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -74,8 +75,14 @@ def test_attention_that_counts_places_refuses_long_packs_and_parts(tmp_path: Pat
     assert not hasattr(module.model, "context")
     ids = torch.zeros(1, 8, dtype=torch.int64)
     module(ids[:, :7], None, ids[:, :7])
-    with pytest.raises(ConfigurationError, match=r"with 8 positions: llama4_text scales .* the place in the sample"):
+    sentence = r"with 8 positions: llama4_text scales .* the place in the sample"
+    with pytest.raises(ConfigurationError, match=sentence):
         module(ids, None, ids)
+    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(packing=True, context_length=7))  # type: ignore[assignment]
+    module.setup("fit")  # packs are shorter than the model's sequences
+    module.trainer.datamodule.context_length = 8  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match=sentence):
+        module.setup("fit")
 
 
 def test_recomputed_layers_see_the_padding_and_the_noise_of_their_own_batch(tmp_path: Path) -> None:

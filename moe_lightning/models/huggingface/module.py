@@ -255,7 +255,7 @@ class HuggingFaceModule(SupervisedModule):
         """
         data = getattr(self.trainer, "datamodule", None)
         if getattr(data, "packing", False):
-            check_packing(self.architecture.config, self.config.context_length)
+            check_packing(self.architecture.config, getattr(data, "context_length", self.config.context_length))
         needed = getattr(data, "vocab_size", 0)
         known = getattr(self.architecture.config, "vocab_size", needed)
         if needed > known:
