@@ -139,7 +139,7 @@ def _trained_sizes(rank: int, world_size: int, strategy: dict[str, Any]) -> dict
         "size": replace(sized.size, here=0),
         "held": sized.size.here,
         "logged": logger.parameters,
-        "shown": _Counted.found,
+        "summary": _Counted.found,
         "flops": module.flops_per_batch,
         "has_mfu": "train/mfu_ratio" in trainer.callback_metrics,
     }
@@ -149,12 +149,13 @@ def _trained_sizes(rank: int, world_size: int, strategy: dict[str, Any]) -> dict
 def test_shards_and_stages_count_as_the_whole_model(strategy: dict[str, Any]) -> None:
     alone = _trained_sizes(0, 1, {})
     assert alone["has_mfu"]
+    assert alone["summary"]["total"] == alone["size"].whole
     assert alone["logged"]["parameters/whole"] == alone["size"].whole
     ranks = run_ranks(2, partial(_trained_sizes, strategy=strategy))
     assert sum(found["held"] for found in ranks) < 1.1 * alone["held"]
     for found in ranks:
-        assert [found[name] for name in ("size", "logged")] == [alone[name] for name in ("size", "logged")]
-        assert found["shown"] == (alone["shown"] if found["shown"] else {}), "only rank 0 shows it"
+        for name in ("size", "logged", "summary"):
+            assert found[name] == alone[name], name
         assert found["has_mfu"] == ("pp" not in strategy.get("mesh", {}))
         if strategy == {"mesh": {"tp": 2}}:
             assert found["flops"] == alone["flops"], "both ranks compute a part of every sample"
