@@ -134,7 +134,8 @@ class SupervisedModule(pl.LightningModule):
     @property
     def flops_per_batch(self) -> int | None:
         """Floating-point operations for the tokens of this rank's part of the last batch, while training of the
-        backward pass too: what Lightning's ThroughputMonitor and our Telemetry ask for. None: unknown.
+        backward pass too: what Lightning's ThroughputMonitor and our Telemetry ask for. With `mesh.tp` those of all
+        ranks that compute its samples. None: unknown.
         """
         if self.attention_width is None or self._num_tokens is None:
             return None
