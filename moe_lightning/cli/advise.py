@@ -476,15 +476,18 @@ def _recipe(
 
 
 def _accumulating(trainer: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
-    """Return the Trainer's settings for so many micro-batches in a step, which validate after as many steps as before.
+    """Return the Trainer's settings for so many micro-batches in a step, which validate and end an epoch after as many
+    steps as before.
 
     Args:
         trainer: settings of the run as it was.
     """
     settings = {"accumulate_grad_batches": micro_batches}
-    every, before = trainer.get("val_check_interval"), trainer.get("accumulate_grad_batches", 1)
-    if isinstance(every, int) and micro_batches != before:
-        settings["val_check_interval"] = max(1, every * micro_batches // before)
+    before = trainer.get("accumulate_grad_batches", 1)
+    for name in ("val_check_interval", "limit_train_batches"):
+        count = trainer.get(name)
+        if isinstance(count, int) and count and micro_batches != before:
+            settings[name] = max(1, count * micro_batches // before)
     return settings
 
 

@@ -86,13 +86,16 @@ def test_the_dial_and_callbacks_stay(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFixture[str], pp: int) -> None:
-    """val_check_interval counts micro-batches, of which the advice makes others."""
-    accumulating = [f"strategy.mesh.pp={pp}", "trainer.accumulate_grad_batches=8", "trainer.val_check_interval=800"]
-    _advice(capsys, "--cluster", "1x4xH100", "model.tie_embeddings=false", "data.global_batch_size=64", *accumulating)
+    """val_check_interval and limit_train_batches count micro-batches, of which the advice makes others."""
+    accumulating = [f"strategy.mesh.pp={pp}", "trainer.accumulate_grad_batches=8"]
+    every = ["trainer.val_check_interval=800", "trainer.limit_train_batches=1600"]
+    sizes = ["model.tie_embeddings=false", "data.global_batch_size=64"]
+    _advice(capsys, "--cluster", "1x4xH100", *sizes, *accumulating, *every)
     config = _composed(Path("outputs/advice"), "quickstart_advised")
     micro_batches = config["trainer"]["accumulate_grad_batches"]
     assert micro_batches < 8
     assert config["trainer"]["val_check_interval"] == 100 * micro_batches
+    assert config["trainer"]["limit_train_batches"] == 200 * micro_batches
     if pp == 2:
         assert (micro_batches, config["strategy"]["mesh"]["pp"]) == (1, 2)
 
