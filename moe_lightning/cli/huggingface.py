@@ -169,9 +169,10 @@ class _Trained:
             return None
         file = local_tokenizer(named)
         if not file.is_file():
+            cure = "put it back" if hub_name(named) is None else "download it"
             print(
                 f"moe-ckpt: {named}, the tokenizer of the run, is not here, so the export has that of "
-                f"{self.config.pretrained}: put it back and export again",
+                f"{self.config.pretrained}: {cure} and export again",
                 file=sys.stderr,
             )
             return None

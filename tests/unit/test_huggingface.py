@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -503,6 +504,15 @@ def test_the_tokenizer_that_the_data_name_is_exported(
             open_language_model(str(tmp_path / "run.ckpt"))
         assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "gone")]) == 0
         assert f"{alone}, the tokenizer of the run, is not here, so" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_the_hub_that_is_not_here_is_to_be_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_lightning.cli.huggingface import _Trained
+
+    values = {"TextData": {"tokenizer_origin": "nobody/nothing"}, "hyper_parameters": {"origin": "/base"}}
+    trained: Any = SimpleNamespace(source=SimpleNamespace(values=values), config=SimpleNamespace(pretrained="/base"))
+    assert _Trained._named_tokenizer(trained) is None
+    assert "has that of /base: download it and export again" in capsys.readouterr().err
 
 
 @pytest.mark.slow
