@@ -291,7 +291,9 @@ class Webhook(MonitoringLogger):
         if self._step is not None or any(not name.startswith(("val/", "test/", "epoch")) for name in metrics):
             self._step = step if step is not None else self._step or 0  # not of a validation after training
         if "recovery/total_ms" in metrics:
-            self._report(f"recovered from a fault in {float(metrics['recovery/total_ms']):,.0f} ms")
+            is_loss = "recovery/lost_rank" in metrics  # ranks may also have joined, or a step is repeated
+            what = "recovered from the loss of ranks" if is_loss else "continued after a change"
+            self._report(f"{what} in {float(metrics['recovery/total_ms']):,.0f} ms")
         losses = {name: float(value) for name, value in metrics.items() if name.endswith("loss")}
         wrong = [name for name, value in losses.items() if not math.isfinite(value)]
         if wrong and self._is_finite:

@@ -296,9 +296,7 @@ def recoveries(directory: Path, metrics: Metrics) -> Section:
     lanes = recovery_lanes(metrics)
     if lanes:
         title = "changes of ranks: from the loss or join until training goes on"
-        parts.append(
-            figure(svg(phase_lines(lanes, title)), title, "Seconds of each phase; one lane for each recovery.")
-        )
+        parts.append(figure(svg(phase_lines(lanes, title)), title, "Seconds of each phase; one lane for each."))
     if rows:
         shown = rows[-_MAX_ROWS:]
         caption = f"The last {len(shown)} of {len(rows)}; steps lost are those that ran again."

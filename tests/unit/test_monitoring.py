@@ -166,14 +166,16 @@ def test_a_webhook_gets_what_somebody_wants_to_know(server: HTTPServer, monkeypa
     logger.log_metrics({"val/loss": 1.0, "epoch": 0}, step=0)
     logger.finalize("success")  # of a validation
     logger.log_metrics({"train/loss": 1.0}, step=1)
-    logger.log_metrics({"recovery/total_ms": 250.4}, step=1500)
+    logger.log_metrics({"recovery/total_ms": 120.0}, step=1400)
+    logger.log_metrics({"recovery/total_ms": 250.4, "recovery/lost_rank": 1}, step=1500)
     logger.log_metrics({"train/loss": math.nan}, step=1501)
     logger.log_metrics({"train/loss": math.nan}, step=1502)
     logger.finalize("failed")
     logger.log_metrics({"val/loss": 1.0, "epoch": 0}, step=1502)  # of the last step, after training
     logger.finalize("success")
     assert [json.loads(body)["text"] for body in bodies(server)] == [
-        "a, step 1,500: recovered from a fault in 250 ms",
+        "a, step 1,400: continued after a change in 120 ms",
+        "a, step 1,500: recovered from the loss of ranks in 250 ms",
         "a, step 1,501: train/loss is nan",
         "a, step 1,502: training has ended: failed",
     ]
