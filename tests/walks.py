@@ -40,6 +40,7 @@ from tests.forks import PATIENCE_S, fork
 NOT_ON_THE_WAY = {
     "moe_lightning/config.py": "checks arguments of constructors",
     "moe_lightning/errors.py": "exception classes",
+    "moe_lightning/files.py": "opens and replaces small files",
     "moe_lightning/registry.py": "finds a part by its name",
     "moe_lightning/strategies/checks.py": "checks a Trainer, its module and its optimizers before training",
     "moe_lightning/strategies/hangs.py": "reports hangs, from a thread beside training",
@@ -47,8 +48,8 @@ NOT_ON_THE_WAY = {
     "moe_lightning/strategies/process_stacks.py": "stacks for reports of hangs",
     "moe_lightning/strategies/slow_ranks.py": "names slow ranks, from a thread beside training",
 }
-"""Files that serve configuration, validation, errors, their reports or the start of processes alone, with the reason;
-no walk counts them.
+"""Files that serve configuration, validation, errors, their reports, small files or the start of processes alone, with
+the reason; no walk counts them.
 """
 
 _CO_OPTIMIZED = 1  # functions; bodies of modules and classes run at import

@@ -151,7 +151,7 @@ class ClientState:
         return self._join.is_spare or (is_ready and not self._is_inside())
 
     @property
-    def holds_nothing(self) -> bool:
+    def has_no_state(self) -> bool:
         """True while this process waits to join and no other needs its state."""
         return self.world is None or self._join.is_spare
 

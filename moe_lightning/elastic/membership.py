@@ -429,7 +429,7 @@ def membership_from_environment(multiple: int = 1) -> Membership | None:
         raise ConfigurationError(
             "an elastic script trains with one strategy: give the same ExpertParallelStrategy to all its Trainers"
         )
-    membership = MEMBERSHIPS.make(task.settings.membership, task, multiple)
+    membership: Membership = MEMBERSHIPS.make(task.settings.membership, task, multiple)
     _JOINED.add(task.token)
     return membership
 

@@ -360,7 +360,7 @@ class RendezvousClient:
                     state.rename()
                 if state.is_unneeded(is_ready=is_ready):
                     raise RunFinished("the others have finished the run, and need this process no more")
-                if self.notice is not None and state.holds_nothing:
+                if state.has_no_state and self.notice is not None:
                     state.leave()
                     self._carry_out()
                     raise Preempted(self.notice)

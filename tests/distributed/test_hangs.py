@@ -282,7 +282,8 @@ class Stop(OnOneRank):
 
 
 @pytest.mark.parametrize(
-    ("case", "place"), [slow(Save, 'in hang: trainer.save_checkpoint("one.ckpt")'), (Stop, "> fit_loop.on_run_end >")]
+    ("case", "place"),
+    [slow(Save, 'in hang: trainer.save_checkpoint("one.ckpt")'), (Stop, "> private_lightning.epoch_end_reached >")],
 )
 def test_ranks_that_wait_for_each_other_are_named_with_both_places(case: type[OnOneRank], place: str) -> None:
     who, where, order, _ = report_of(2, case, meets=False)

@@ -31,7 +31,7 @@ from moe_lightning.checkpoint.schedule import ReplayWindow, most_frozen, plan_wi
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import StatePiece, is_replayed
 from tests.unit.checkpoint_state import EXPERTS, LAYERS, whole_state
 
@@ -253,11 +253,6 @@ def test_every_expert_has_one_turn_and_popular_ones_come_last(experts: int, k: i
     assert sizes == tuple(
         100 * (step == first) + 12 * window.whole_at(step).sum() + 2 * window.frozen_at(step).sum() for step in steps
     )
-
-
-def test_no_experts_a_turn_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="k=0"):
-        plan_window(0, np.zeros((1, 4), dtype=np.int64), 0)
 
 
 def inventories(*steps: tuple[int, int], live: int = -1) -> list[RankInventory]:

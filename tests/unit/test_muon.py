@@ -228,9 +228,3 @@ def test_what_would_not_be_exact_is_refused(make: object, message: str) -> None:
     optimizer = make(list(live.values()))  # type: ignore[operator]
     with pytest.raises(ConfigurationError, match=message):
         AdamWReplay(optimizer, [live])
-
-
-def test_groups_must_fit() -> None:
-    live = parameters(0, torch.float32)
-    with pytest.raises(ConfigurationError, match=r"2 groups .* with 1"):
-        AdamWReplay(torch.optim.AdamW(live.values()), [live, {}])
