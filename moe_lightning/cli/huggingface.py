@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import chat_template, end_of_text, tokenizer_origin, trained_tokenizer
+from moe_lightning.checkpoint.inspect import chat_template, end_of_text, trained_tokenizer
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
-from moe_lightning.cli.saved_model import SavedModel, open_saved, trained_config
+from moe_lightning.cli.saved_model import SavedModel, open_saved, other_tokenizer, trained_config
 from moe_lightning.config import build_config
 from moe_lightning.data.text import shown_sources, sources_of
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.hub import CONFIG, TOKENIZER, TOKENIZERS, hub_name, local_folder, local_tokenizer
+from moe_lightning.hub import CONFIG, TOKENIZERS, hub_name, local_folder, local_tokenizer
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ class _Trained:
 
     def _named_tokenizer(self) -> Path | None:
         """Return the tokenizer.json that the data of the run named, where it is not that of the model."""
-        named, model = tokenizer_origin(self.source.values), self.source.values["hyper_parameters"].get("origin")
-        if named is None or named in (model, f"{model}/{TOKENIZER}"):
+        named = other_tokenizer(self.source.values)
+        if named is None:
             return None
         file = local_tokenizer(named)
         if not file.is_file():

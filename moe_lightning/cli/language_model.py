@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.inspect import chat_template, end_of_text, tokeniz
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
-from moe_lightning.cli.saved_model import network_of, open_saved, trained_config
+from moe_lightning.cli.saved_model import network_of, open_saved, other_tokenizer, trained_config
 from moe_lightning.config import TARGET
 from moe_lightning.data.corpus import DataSource, tokenizer_of
 from moe_lightning.data.documents import STDLIB
@@ -258,8 +258,7 @@ def _of_checkpoint(
     if spec is None and trained is None:
         named = tokenizer_origin(saved.values)
         is_here = named is not None and local_tokenizer(named).is_file()
-        model = hyper_parameters.get("origin")
-        if not (data or is_here) and named not in (None, model, f"{model}/{TOKENIZER_FILE}"):
+        if not (data or is_here) and other_tokenizer(saved.values) is not None:
             raise ConfigurationError(
                 f"{named}, the tokenizer of {saved.path}, is not here: give --tokenizer with the path of its "
                 "tokenizer.json"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.files import read_file
-from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, resolve
+from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, resolve, tokenizer_origin
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.training_state import SCOPES_OF_A_MODEL
 from moe_lightning.cli.run_directory import checkpoints
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.hub import local_folder
+from moe_lightning.hub import TOKENIZER, local_folder
 from moe_lightning.moe.adapters import is_adapter
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
@@ -92,6 +92,12 @@ def trained_config(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
     if origin is not None and (Path(origin).exists() or not Path(config["pretrained"]).expanduser().exists()):
         config["pretrained"] = origin
     return config
+
+
+def other_tokenizer(values: Mapping[str, Any]) -> str | None:
+    """Return `tokenizer_origin` of a checkpoint's values where that is not the tokenizer of its model; else None."""
+    named, model = tokenizer_origin(values), values["hyper_parameters"].get("origin")
+    return None if named in (model, f"{model}/{TOKENIZER}") else named
 
 
 def network_of(saved: SavedModel) -> Any:
