@@ -364,17 +364,15 @@ class ClientState:
         self._send(t="reachable", nodes=sorted(nodes))
 
     @property
-    def is_awaited(self) -> bool:
-        """True while the guarded world is broken and the main thread has not come back from it."""
+    def awaited_since(self) -> float | None:
+        """Time since which the guarded world is broken and the main thread has not come back from it; else None."""
         world = self.guarded
-        return world is not None and world.broken_at is not None and not world.is_left
+        return None if world is None or world.is_left else world.broken_at
 
     def exceeded_limit_s(self, now: float) -> float | None:
         """Return the time that the main thread had to return from a broken world, if it is over; else None."""
-        world, limit_s = self.guarded, self._task.settings.hang_limit_s(self.progress)
-        if world is None or world.broken_at is None or world.is_left or now - world.broken_at < limit_s:
-            return None
-        return limit_s
+        since, limit_s = self.awaited_since, self._task.settings.hang_limit_s(self.progress)
+        return limit_s if since is not None and now - since >= limit_s else None
 
     # ------------------------------------------------------------------
 

@@ -788,18 +788,17 @@ class _Workers:
     def _handle_exit(self, slot: int, worker: _Worker, code: int) -> None:
         """Report a death to the others, and start a new process in its place if the limits allow."""
         kill_orphans(worker.process)
+        is_outside = self._world is not None and worker.token not in self._world
         if code in (0, EXIT_PREEMPTED, EXIT_STOPPED):
-            is_member = self._world is None or worker.token in self._world
-            self._ends[code] = self._ends.get(code, False) or is_member
+            self._ends[code] = self._ends.get(code, False) or not is_outside
             return
         failure = worker.logs.failure(0, code, slot=slot)
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
         why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
         self._connection.report_death(worker.token, how_it_ended(code) + why)
-        is_member = self._world is not None and worker.token in self._world
-        is_beside = self._world is not None and not is_member
-        if failure.kind == "mistake" and is_beside and self._starts[slot] > 1 and self._running:
+        if failure.kind == "mistake" and is_outside and self._starts[slot] > 1 and self._running:
             failure = replace(failure, kind="death")  # it was none when this run began, and the others train
+        is_member = self._world is not None and not is_outside
         failure = self._failures.add(failure, is_last=not self._running, is_member=is_member)
         if self._is_over:
             return

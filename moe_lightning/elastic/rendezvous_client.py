@@ -34,6 +34,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_lightning.elastic.client_state import ClientState, Endpoint
@@ -253,20 +254,17 @@ _NOISE = re.compile(r"\[/[^\]]*\]\s*|\. This is typically caused by .*", re.DOTA
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class _GuardedGroups:
-    """Groups of the guarded world: their abort, and the detection of a main thread that it does not free.
+    """Groups of the guarded world.
 
     Attributes:
         abort: ends all waits for peers; None before the first world.
+        stuck: detects a main thread that the abort does not free.
     """
 
-    def __init__(self, abort: Callable[[], None] | None = None) -> None:
-        self.abort = abort
-        self._stuck = StuckCollective()
-
-    def exceeded_limit_s(self, now: float) -> float | None:
-        """Return the time that the main thread had after the abort, if it is over; else None."""
-        return self._stuck.exceeded_limit_s(now)
+    abort: Callable[[], None] | None = None
+    stuck: StuckCollective = field(default_factory=StuckCollective)
 
 
 class RendezvousClient:
@@ -602,8 +600,9 @@ class RendezvousClient:
     def _end_if_hanging(self) -> None:
         """End this process if its main thread does not return from a broken world, since all others wait for it."""
         with self._changed:
-            now, limit_s = self._clock.now, self._state.exceeded_limit_s(self._clock.now)
-            if limit_s is None and self._state.is_awaited:
-                limit_s = self._groups.exceeded_limit_s(now)
+            now = self._clock.now
+            limit_s = self._state.exceeded_limit_s(now)
+            if limit_s is None and self._state.awaited_since is not None:
+                limit_s = self._groups.stuck.exceeded_limit_s(now)
         if limit_s is not None:
             end_hanging_process(limit_s, self.reason)

@@ -97,9 +97,9 @@ def test_each_world_gives_the_main_thread_its_two_seconds() -> None:
     """It came back from the same collective of the last one before anybody looked."""
 
     def look() -> list[bool]:
-        found = [client._groups.exceeded_limit_s(5.0) is not None]
+        found = [client._groups.stuck.exceeded_limit_s(5.0) is not None]
         client.guard(members, lambda: None)
-        return [*found, *(client._groups.exceeded_limit_s(now) is not None for now in (100.0, 102.1))]
+        return [*found, *(client._groups.stuck.exceeded_limit_s(now) is not None for now in (100.0, 102.1))]
 
     with RendezvousServer() as host:
         task = ElasticTask(address=str(host.address), secret_file=str(host.secret_file), node="a")
