@@ -79,7 +79,9 @@ class StateCopy:
         """
         present, buffers = _live(module), dict(module.named_buffers())
         for name, kept in self.tensors.items():
-            tensor = local(present[name].detach()) if name in present else kept
+            if name not in present:
+                continue
+            tensor = local(present[name].detach())
             if tensor.shape == kept.shape:
                 install([(tensor, kept)])
             elif name not in buffers:
