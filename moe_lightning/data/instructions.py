@@ -100,10 +100,16 @@ def _calls(rest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _present(thing: Any, what: str) -> dict[str, Any]:
-    """An object without its keys of null, which stand for what a row of joined data sets lacks."""
+    """An object without keys of null at any depth, which stand for what a row of joined data sets lacks."""
     if not isinstance(thing, Mapping):
         raise ValueError(f"{what} is not an object")
-    return {name: value for name, value in thing.items() if value is not None}
+    return {name: _without_nulls(value) for name, value in thing.items() if value is not None}
+
+
+def _without_nulls(thing: Any) -> Any:
+    if isinstance(thing, Mapping):
+        return _present(thing, "it")
+    return [_without_nulls(element) for element in thing] if isinstance(thing, list) else thing
 
 
 def _text(content: Any) -> str:

@@ -220,6 +220,20 @@ def test_tools_are_written_as_the_template_has_them(tmp_path: Path) -> None:
     assert [text for text, is_predicted in pieces if is_predicted] == [calls, "a<|im_end|>\n"]
 
 
+def test_nulls_inside_tools_and_their_calls_are_absent(tmp_path: Path) -> None:
+    """Arrow gives every row of a joined data set the parameters of all tools; JSON text keeps what it says."""
+    written = chat_format(tokenizer_folder(tmp_path, CALLING.replace("t['name']", "t | tojson")), None)
+    row = {"name": "f", "arguments": {"x": 1, "y": None, "z": [None, {"a": None}]}}
+    text = {"name": "g", "arguments": '{"x": null}'}
+    answer = {"role": "assistant", "tool_calls": [{"function": row}, {"function": text}]}
+    tool = {"name": "f", "properties": {"x": {"type": "number"}, "y": None}}
+    uses = Conversation.of({"messages": [USES_TOOLS[1], answer], "tools": [tool]})
+    (offered, _), (called, _) = written.pieces(uses)
+    assert '{"name": "f", "properties": {"x": {"type": "number"}}}' in offered
+    expected = '{"name": "f", "arguments": {"x": 1, "z": [null, {}]}}{"name": "g", "arguments": {"x": null}}'
+    assert called == f"{expected}<|im_end|>\n"
+
+
 @pytest.mark.parametrize(
     ("template", "line", "sentence"),
     [
