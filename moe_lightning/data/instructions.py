@@ -79,6 +79,11 @@ class Turn:
             raise ValueError(f"a turn has the role {shown(role)}, which is none of {', '.join(_ROLES)}")
         if type(weight) not in (int, float) or weight not in (0, 1):
             raise ValueError(f"a turn has the weight {shown(weight)}: give 0 for an answer that is not learned, or 1")
+        other = next((name for name in _OTHER_WEIGHTS if rest.get(name) in (0, False)), None)
+        if other is not None and role == "assistant" and "weight" not in message:
+            raise ValueError(
+                f"an answer has {other}={shown(rest[other])} and no weight: give 0 if it is not learned, or 1"
+            )
         return cls(role, content, role == "assistant" and weight == 1, rest)
 
     def message(self) -> dict[str, Any]:
@@ -443,6 +448,8 @@ _MARKED_TEMPLATE = """\
 
 _MARKED_ROLES = ("system", "user", "assistant")
 _ROLES = (*_MARKED_ROLES, "developer", "tool")
+_OTHER_WEIGHTS = ("loss", "loss_mask", "train", "training", "trainable")
+"""Keys by which other trainers mark answers that are not learned."""
 _ROLE_OF = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
 _LONGEST_LINE = 1 << 26  # bytes
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -117,6 +117,18 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path) -> None:
         assert targets.replace(b".", b"") == b"4\0"
 
 
+@pytest.mark.parametrize("name", ["loss", "loss_mask", "train", "training", "trainable"])
+@pytest.mark.parametrize("value", [0, 0.0, False])
+def test_an_answer_that_another_trainer_leaves_out_is_refused(name: str, value: float) -> None:
+    question, answer = ({**turn, name: value} for turn in CHAT["messages"][1:3])
+    with pytest.raises(
+        ValueError, match=f"^an answer has {name}={json.dumps(value)} and no weight: give 0 if it is not"
+    ):
+        Conversation.of({"messages": [question, answer, *CHAT["messages"][3:]]})
+    for extra in ({name: True}, {"weight": 1}):
+        assert Conversation.of({"messages": [question, {**answer, **extra}]}).turns[1].is_learned
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_an_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> None:
     entries = [CHAT, {"prompt": "é]", "response": "[ü,"}, {"instruction": "a", "output": "\u2028"}]
