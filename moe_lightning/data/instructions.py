@@ -86,6 +86,15 @@ class Turn:
             )
         return cls(role, content, role == "assistant" and weight == 1, rest)
 
+    @property
+    def reasoning(self) -> list[str]:
+        """Keys of what comes before the content of an answer that is learned."""
+        return [name for name in _REASONING if self.is_learned and self.rest.get(name)]
+
+    def without(self, names: Sequence[str]) -> Turn:
+        """The turn without some of its other keys."""
+        return replace(self, rest={name: value for name, value in self.rest.items() if name not in names})
+
     def message(self) -> dict[str, Any]:
         """The turn as chat templates want it, calls of tools with their arguments as objects."""
         return {"role": self.role, "content": self.content, **self.rest, **_calls(self.rest)}
@@ -209,6 +218,9 @@ class MarkedTurns:
                 f"it has {other}, and without a chat template there are only {', '.join(_MARKED_ROLES)}: give the "
                 "tokenizer.json of a folder whose template has more"
             )
+        reasoning = next((name for turn in said.turns for name in turn.reasoning), None)
+        if reasoning is not None:
+            raise ValueError(f"it has {reasoning}, and without a chat template there is only content: write it there")
 
     def pieces(self, said: Conversation) -> list[Piece]:
         """The conversation in order."""
@@ -263,12 +275,18 @@ class TemplatedTurns:
         if said.tools and whole == self._written(replace(said, tools=())):
             raise ValueError("the chat template of the tokenizer leaves out the tools that are offered")
         for index, turn in enumerate(turns):
+            if turn.reasoning:  # asked of the answer as the last turn: of earlier ones many templates leave it out
+                written = self._written(said, index + 1)
+                if written == self._written(replace(said, turns=(*turns[:index], turn.without(turn.reasoning)))):
+                    raise ValueError(
+                        f"the chat template of the tokenizer leaves out {turn.reasoning[0]} of an answer: name it as "
+                        "the template does, or write it into content"
+                    )
             others = []
             if turn.content is not None and turn.role not in ("user", "assistant"):
                 others.append((f"turns of the role {turn.role}", replace(turn, content=f"{turn.content} and more")))
             if "tool_calls" in turn.rest:
-                rest = {name: value for name, value in turn.rest.items() if name != "tool_calls"}
-                others.append(("calls of tools", replace(turn, content=turn.content or "", rest=rest)))
+                others.append(("calls of tools", replace(turn.without(["tool_calls"]), content=turn.content or "")))
             for what, other in others:
                 if whole == self._written(replace(said, turns=(*turns[:index], other, *turns[index + 1 :]))):
                     raise ValueError(f"the chat template of the tokenizer leaves out {what}")
@@ -450,6 +468,8 @@ _MARKED_ROLES = ("system", "user", "assistant")
 _ROLES = (*_MARKED_ROLES, "developer", "tool")
 _OTHER_WEIGHTS = ("loss", "loss_mask", "train", "training", "trainable")
 """Keys by which other trainers mark answers that are not learned."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys that data sets and chat templates have for what an answer reasons before its content."""
 _ROLE_OF = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
 _LONGEST_LINE = 1 << 26  # bytes
 _SPACE = re.compile(r"[ \t\n\r]*")

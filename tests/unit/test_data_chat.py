@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data.instructions import Conversation, InstructionData, MarkedTurns, chat_format, encode
+from moe_lightning.data.instructions import Conversation, InstructionData, MarkedTurns, Turn, chat_format, encode
 from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.moe.losses import IGNORED_TARGET
 
@@ -250,6 +250,38 @@ def test_what_a_template_leaves_out_is_refused(
     (tmp_path / "chat.jsonl").write_text(json.dumps(line))
     with pytest.raises(ConfigurationError, match=f"line 1, is not a conversation: the chat template .* {sentence}"):
         InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).prepare_data()
+
+
+# Writes what the last answer has thought, and forgets it of earlier ones.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if loop.last and m['thinking'] %}<think>{{ m['thinking'] }}</think>{% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def reasoned(**keys: Any) -> Conversation:
+    answer = {"role": "assistant", "content": "c", **keys}
+    return Conversation.of({"messages": [USES_TOOLS[1], answer, USES_TOOLS[1], {**USES_TOOLS[4], **keys}]})
+
+
+def test_reasoning_that_a_template_writes_is_learned(tmp_path: Path) -> None:
+    written = chat_format(tokenizer_folder(tmp_path, THINKING), None)
+    for keys in ({"thinking": "two"}, {"thinking": "two", "reasoning": "two"}):
+        written.check(reasoned(**keys))
+        learned = [text for text, is_predicted in written.pieces(reasoned(**keys)) if is_predicted]
+        assert learned == ["<think>two</think>a<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_that_is_not_written_is_refused(tmp_path: Path, name: str) -> None:
+    written = chat_format(tokenizer_folder(tmp_path, CHATML), None)
+    written.check(reasoned(**{name: ""}))
+    with pytest.raises(ValueError, match=f"leaves out {name} of an answer: name it as the template does, or write it"):
+        written.check(reasoned(**{name: "two"}))
+    with pytest.raises(ValueError, match=f"it has {name}, and without a chat template there is only content"):
+        MarkedTurns("\0").check(reasoned(**{name: "two"}))
+    MarkedTurns("\0").check(Conversation((*reasoned().turns, Turn("assistant", "b", False, {name: "two"}))))
 
 
 def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
