@@ -292,6 +292,7 @@ def _records(
                 continue
             conversation = read(record)
             written = written or model.chat()
+            written.check(conversation)
             said = encode(conversation, written, tokenizer)
         except (ValueError, RecursionError) as error:
             if isinstance(error, ConfigurationError):
