@@ -562,16 +562,18 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         """Tokens of each conversation, whether the context holds them or not; reads and tokenizes all."""
         return np.array([len(self._tokens(index)[0]) for index in range(len(self))], dtype=np.int64)
 
-    def learnable(self, most: int) -> tuple[int, list[int]]:
-        """Return, of the first `most` conversations, and of more until one is found, how many were looked at, and those
-        in which anything is predicted.
+    def learnable(self, most: int) -> tuple[int, list[int], int]:
+        """Return, of the first `most` conversations, and of more until one is found, how many were looked at, those in
+        which anything is predicted, and how many of these are cut within what is predicted.
         """
-        looked_at, found = 0, list[int]()
+        looked_at, found, num_cut, size = 0, list[int](), 0, self._length + 1
         while looked_at < len(self) and (looked_at < most or not found):
-            if torch.ne(self[looked_at][1], IGNORED_TARGET).any():
+            predicted = self._tokens(looked_at)[1]
+            if any(predicted[1:size]):  # nothing predicts the first one
                 found.append(looked_at)
+                num_cut += any(predicted[size:])
             looked_at += 1
-        return looked_at, found
+        return looked_at, found, num_cut
 
     def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         size = self._length + 1
@@ -806,14 +808,19 @@ class InstructionData(StepDataModule):
 
     def _first_learnable(self, train: Conversations) -> int:
         """The first conversation of which anything is learned: refuse, or where it concerns only some say, that windows
-        end before the answers begin.
+        end before the answers begin; say that they end within answers, which the line about packs says otherwise.
         """
-        looked_at, found = train.learnable(_SAMPLE)
+        looked_at, found, num_cut = train.learnable(_SAMPLE)
         cause = f"context_length={self.context_length} ends before an answer of {self._path} begins"
         if not found:
             raise ConfigurationError(f"{cause}, in all {looked_at} conversations: there is nothing to learn, raise it")
         if len(found) < looked_at:
             rank_zero_warn(f"{cause}, in {looked_at - len(found)} of {looked_at} conversations that were looked at")
+        if num_cut and not self.packing:
+            rank_zero_warn(
+                f"context_length={self.context_length} cuts {num_cut} of {looked_at} conversations that were looked at "
+                "within an answer, which is then learned without its end: raise it, or shorten them"
+            )
         return found[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,22 @@ def test_long_conversations_are_cut(tmp_path: Path) -> None:
         assert len(inputs) == len(targets) == 30
         assert inputs.endswith(b"rr")
         assert targets.endswith(b"rr")
+
+
+LONG = {"prompt": "q", "response": "r" * 100}
+ASKS_ON = {"messages": [*CHAT["messages"][1:3], {"role": "user", "content": "u" * 100}]}
+
+
+@pytest.mark.parametrize(("line", "packing"), [(LONG, False), (LONG, True), (ASKS_ON, False)])
+def test_answers_that_lose_their_end_are_told_once(tmp_path: Path, line: dict[str, Any], packing: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = data(write(tmp_path / "long.jsonl", *[line] * 3), context_length=30, packing=packing)
+    told = [str(warning.message) for warning in caught if "learned without its end" in str(warning.message)]
+    assert [text.partition(" conversations")[0] for text in told] == (
+        ["context_length=30 cuts 2 of 2"] if line is LONG and not packing else []
+    )
+    assert ("2 longer ones were cut at their end" in made.summary()) == packing
 
 
 def test_every_line_is_used_once_and_the_split_follows_the_seed(tmp_path: Path) -> None:
