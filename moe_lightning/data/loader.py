@@ -90,7 +90,7 @@ class StepLoader:
 
     Args:
         dataset: map-style data set of `sampler.num_samples` samples. Where it has an attribute `data_key`, a text that
-            its content decides, a run that is resumed with other content is refused.
+            its content decides, a run that is resumed with other content is refused, and ranks that differ in it are.
         sampler: which of them, and when.
         options: passed to torch's DataLoader (num_workers, collate_fn, ...). Without a `generator`, workers are seeded
             by (the order's seed, rank, position where the iterator begins), and the global random stream is left alone.
@@ -447,8 +447,8 @@ def _kind(thing: Any) -> Any:
 
 
 def outline_of(loader: object) -> list[Any]:
-    """Return what loaders of all ranks have in common: class and length of the data set, and for a Subset, or one of
-    another, a checksum of the indices.
+    """Return what loaders of all ranks have in common: class, length and `data_key` of the data set, and for a Subset,
+    or one of another, a checksum of the indices.
     """
     data, sums = getattr(loader, "dataset", None), []
     size = len(data) if isinstance(data, Sized) and not isinstance(data, IterableDataset) else None
@@ -456,7 +456,7 @@ def outline_of(loader: object) -> list[Any]:
     while isinstance(data, Subset):
         sums.append(zlib.crc32(np.asarray(data.indices, dtype=np.int64).tobytes()))
         data = data.dataset
-    return [*outline, sums]
+    return [*outline, [*sums, getattr(data, "data_key", None)]]
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:

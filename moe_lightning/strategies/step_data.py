@@ -177,8 +177,9 @@ def require_same_data(outlines: Sequence[list[Any]]) -> None:
     if other is not None:
         (first, size, _), (second, others, _) = outlines[0], outlines[other]
         raise ConfigurationError(
-            f"rank 0 has {size} samples of {first} and rank {other} {others} of {second}, or other indices: give every "
-            "rank the whole data set in one order, and random_split a seeded generator; the strategy cuts its batches"
+            f"rank 0 has {size} samples of {first} and rank {other} {others} of {second}, or other content or indices: "
+            "give every rank the whole data set in one order, and random_split a seeded generator; the strategy cuts "
+            "its batches"
         )
 
 

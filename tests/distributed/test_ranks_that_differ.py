@@ -39,9 +39,9 @@ def fit(rank: int, world_size: int, kind: str) -> str | int:
     [
         (
             "subset",
-            "rank 0 has 4 samples of Subset and rank 1 4 of Subset, or other indices: give every rank the whole",
+            "rank 0 has 4 samples of Subset and rank 1 4 of Subset, or other content or indices: give every rank the",
         ),
-        ("split", "rank 0 has 4 samples of Subset and rank 1 4 of Subset, or other indices"),
+        ("split", "rank 0 has 4 samples of Subset and rank 1 4 of Subset, or other content or indices"),
         ("length", "rank 0 has 8 samples of RandomTokens and rank 1 12 of RandomTokens"),
     ],
 )

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.instructions import InstructionData
-from moe_lightning.data.loader import StepDataModule
+from moe_lightning.data.loader import StepDataModule, outline_of
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.data.text import TextData
+from moe_lightning.strategies.step_data import require_same_data
 from tests.distributed.training import TINY, RandomTokens, quiet_trainer
 
 TEXT = "".join(f"line {i} of a text that is long enough\n" for i in range(200))
@@ -102,6 +103,22 @@ def test_other_data_than_those_of_a_position_are_refused(
     other.step_sampler.accepts_other_data = True
     other.load_state_dict(state)
     assert other.step_sampler.consumed == first.step_sampler.consumed
+
+
+@pytest.mark.parametrize("loader_of", ["train_dataloader", "val_dataloader"])
+def test_ranks_whose_texts_differ_in_a_letter_are_refused(tmp_path: Path, loader_of: str) -> None:
+    outlines = []
+    for node in ("first", "copy", "other"):
+        (tmp_path / node).mkdir()
+        data = text(tmp_path / node, val_fraction=0.5)
+        if node == "other":
+            replace_in(tmp_path / node / "texts/a.txt", b"line 7 ", b"line 9 ")
+            replace_in(tmp_path / node / "texts/a.txt", b"line 187 ", b"line 189 ")
+        loader(data)
+        outlines.append(outline_of(getattr(data, loader_of)()))
+    require_same_data(outlines[:2])
+    with pytest.raises(ConfigurationError, match="or other content or indices: give every rank the whole data set"):
+        require_same_data(outlines)
 
 
 @pytest.mark.parametrize(
