@@ -39,6 +39,7 @@ from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
+from moe_lightning.files import replace_text
 from moe_lightning.user_errors import missing_for_logger, one_line
 
 RUN_ID = "wandb_run_id"
@@ -47,6 +48,9 @@ RUN_ID = "wandb_run_id"
 _STEP = "wandb_step"
 """The file of a run's folder that holds the number of rows of its W&B run: offline, nobody else knows where a resumed
 run continues."""
+
+_BEST = "wandb_best"
+"""The file of a run's folder that holds the lowest validation loss of the checkpoints that W&B has."""
 
 _MOST_BINS = 512
 
@@ -183,16 +187,16 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         private_lightning.drop_wandb_option(self, "anonymous")
         self._log_checkpoints = log_model
         self._checkpoint: Place | None = None
-        self._losses = {"last": math.inf, "best": math.inf}
+        self._loss = math.inf  # of the last validation
         self._uploads: CheckpointUploads | None = None
-        self._counter = Path(save_dir) / _STEP
+        self._counter, self._best = Path(save_dir) / _STEP, Path(save_dir) / _BEST
         self._rows = 0
 
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics; the validation loss decides which checkpoint is the best one."""
-        self._losses["last"] = float(metrics.get("val/loss", self._losses["last"]))
+        self._loss = float(metrics.get("val/loss", self._loss))
         super().log_metrics(metrics, step)
         self._rows += 1
         self._counter.write_text(f"{self._rows}\n")
@@ -228,16 +232,13 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
             self._uploads.finish()
 
     def _upload(self, path: Place) -> None:
-        last, best = self._losses["last"], self._losses["best"]
-        self._losses["best"] = min(last, best)
-        metadata = {"val/loss": last} if math.isfinite(last) else {}
-        self._open_uploads().log(path, ["best"] if last < best else [], metadata)
+        self._open_uploads().log(path, {"val/loss": self._loss} if math.isfinite(self._loss) else {})
 
     def _open_uploads(self) -> CheckpointUploads:
         if self._uploads is None:
             run = self.experiment
             run.config  # noqa: B018  # opens the run here: the thread only uploads
-            self._uploads = CheckpointUploads(private_lightning.wandb_run(self))
+            self._uploads = CheckpointUploads(private_lightning.wandb_run(self), self._best)
         return self._uploads
 
     @override
@@ -293,6 +294,14 @@ def count_in(path: Path) -> int:
         return int(path.read_text())
     except (OSError, ValueError):
         return 0
+
+
+def lowest_loss_in(path: Path) -> float:
+    """Return the loss in a file; infinity where there is none."""
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):
+        return math.inf
 
 
 def has_wandb_login() -> bool:
@@ -371,22 +380,23 @@ class CheckpointUploads:
 
     Args:
         run: W&B's run.
+        best: file that keeps the lowest validation loss of the run's artifacts for its next process.
     """
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, run: Any, best: Path) -> None:
+        self._run, self._best = run, best
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb-artifacts")
         self._waiting: Future[None] | None = None
         self._submitted: set[str] = set()
 
-    def log(self, checkpoint: Place, aliases: list[str], metadata: Mapping[str, Any]) -> None:
+    def log(self, checkpoint: Place, metadata: Mapping[str, Any]) -> None:
         """Submit a checkpoint unless it was submitted before; does not wait."""
         if str(checkpoint) in self._submitted:
             return
         self._submitted.add(str(checkpoint))
         if self._waiting is not None:
             self._waiting.cancel()  # unless it runs already: this one is newer
-        self._waiting = self._submit(self._log, checkpoint, aliases, metadata)
+        self._waiting = self._submit(self._log, checkpoint, metadata)
 
     def use(self, artifact: str) -> None:
         """Record that the run resumes from an artifact, offline in its configuration only; does not wait."""
@@ -405,7 +415,7 @@ class CheckpointUploads:
 
         return self._thread.submit(guarded)
 
-    def _log(self, checkpoint: Place, aliases: list[str], metadata: Mapping[str, Any]) -> None:
+    def _log(self, checkpoint: Place, metadata: Mapping[str, Any]) -> None:
         import wandb
 
         run = self._run
@@ -416,7 +426,12 @@ class CheckpointUploads:
         else:
             for name, place in files.items():
                 artifact.add_reference(str(place), name=name, checksum=False)  # the manifest has checksums
-        run.log_artifact(artifact, aliases=["latest", step_alias(details["step"]), *aliases])
+        loss = metadata.get("val/loss", math.inf)
+        is_best = loss < lowest_loss_in(self._best)
+        aliases = ["latest", step_alias(details["step"])]
+        run.log_artifact(artifact, aliases=[*aliases, "best"] if is_best else aliases)
+        if is_best:
+            replace_text(self._best, f"{loss!r}\n")
 
     def _use(self, artifact: str) -> None:
         run = self._run

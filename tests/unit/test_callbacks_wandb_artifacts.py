@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,8 +54,8 @@ def checkpoint(tmp_path: Path, step: int) -> Path:
 
 def test_an_artifact_says_which_step_it_is(tmp_path: Path) -> None:
     run = Run()
-    uploads = CheckpointUploads(run)
-    uploads.log(checkpoint(tmp_path, 20), ["best"], {"val/loss": 1.5})
+    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
+    uploads.log(checkpoint(tmp_path, 20), {"val/loss": 1.5})
     uploads.finish()
     name, aliases, metadata, files = run.logged[0]
     assert name == "checkpoint-abc123"
@@ -67,9 +68,9 @@ def test_an_artifact_says_which_step_it_is(tmp_path: Path) -> None:
 def test_a_slow_upload_holds_nobody_up_and_the_newest_waits(tmp_path: Path) -> None:
     run = Run()
     run.may_log.clear()
-    uploads = CheckpointUploads(run)
+    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
     for step in (1, 2, 3, 4):  # returns while the first one is stuck
-        uploads.log(checkpoint(tmp_path, step), [], {})
+        uploads.log(checkpoint(tmp_path, step), {})
     run.may_log.set()
     uploads.finish()
     steps = [metadata["step"] for _, _, metadata, _ in run.logged]
@@ -79,10 +80,10 @@ def test_a_slow_upload_holds_nobody_up_and_the_newest_waits(tmp_path: Path) -> N
 
 def test_a_pruned_checkpoint_is_a_warning(tmp_path: Path) -> None:
     run = Run()
-    uploads = CheckpointUploads(run)
+    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
 
     def log() -> None:
-        uploads.log(tmp_path / "checkpoints" / "step-0000009", [], {})
+        uploads.log(tmp_path / "checkpoints" / "step-0000009", {})
         uploads.finish()
 
     with pytest.warns(match=r"W&B gets no artifact of .*step-0000009"):
@@ -98,7 +99,7 @@ def test_a_resumed_run_uses_what_it_goes_on_from(tmp_path: Path) -> None:
     assert resumed_artifact(path.parent, 20) == "checkpoint-xyz987:step-20"
     for offline, used in ((False, ["checkpoint-xyz987:step-20"]), (True, [])):
         run = Run(offline=offline)
-        uploads = CheckpointUploads(run)
+        uploads = CheckpointUploads(run, tmp_path / "wandb_best")
         uploads.use("checkpoint-xyz987:step-20")
         uploads.finish()
         assert run.used == used
@@ -115,8 +116,8 @@ def test_an_artifact_refers_to_a_checkpoint_in_a_store(tmp_path: Path) -> None:
     )  # fmt: skip
     storage_of(place).put(place / "MANIFEST.json", manifest.dump())
     run = Run()
-    uploads = CheckpointUploads(run)
-    uploads.log(place, [], {})
+    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
+    uploads.log(place, {})
     uploads.finish()
     ((_, aliases, _, files),) = run.logged
     assert aliases == ["latest", "step-10"]
@@ -144,13 +145,43 @@ def test_ages_of_partial_experts() -> None:
     assert told["plt"] == 0.25
 
 
-def test_the_best_loss_names_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def log_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run, losses: dict[int, float | None]) -> None:
+    """One process of a run: a checkpoint after each step, and before it a validation where there is a loss."""
     monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger.log_metrics", lambda *_: None)
     logger = QuietWandbLogger(save_dir=str(tmp_path), offline=True, log_model="all")
-    told: list[list[str]] = []
-    monkeypatch.setattr(logger, "_open_uploads", lambda: SimpleNamespace(log=lambda path, best, _: told.append(best)))
-    for step, loss in enumerate([2.0, 3.0, 1.0, None]):
+    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
+    monkeypatch.setattr(logger, "_open_uploads", lambda: uploads)
+    for step, loss in losses.items():
         if loss is not None:
             logger.log_metrics({"val/loss": loss}, step)
         logger.log_checkpoint(checkpoint(tmp_path, step))
-    assert told == [["best"], [], ["best"], []]
+        if run.may_log.is_set():
+            uploads.finish()
+    run.may_log.set()
+    uploads.finish()
+
+
+def best_steps(run: Run) -> list[int]:
+    return [metadata["step"] for _, aliases, metadata, _ in run.logged if "best" in aliases]
+
+
+def test_the_lowest_loss_names_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    log_after(monkeypatch, tmp_path, run, {1: None, 2: 2.0, 3: 3.0, 4: math.nan, 5: 1.0, 6: None})
+    assert best_steps(run) == [2, 5]
+
+
+def test_a_resumed_run_keeps_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    log_after(monkeypatch, tmp_path, run, {1: 2.0, 2: 1.5})
+    log_after(monkeypatch, tmp_path, run, {3: None, 4: 1.8, 5: 1.4})
+    assert best_steps(run) == [1, 2, 5]
+
+
+def test_a_checkpoint_that_gave_way_leaves_the_best_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    run.may_log.clear()
+    log_after(monkeypatch, tmp_path, run, {1: 2.0, 2: 1.5, 3: None})
+    assert best_steps(run)[-1] == 3
