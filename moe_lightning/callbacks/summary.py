@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +33,16 @@ from moe_lightning.errors import ConfigurationError
 
 _MAX_ORDER = 2
 _MAX_VOCAB_SIZE = 4096
-_MAX_CELLS = 1 << 24  # int32 counts, 64 MiB: a vocabulary of 4096 at order 1, of 256 at order 2
+_MAX_CELLS = 1 << 24  # int64 counts, 128 MiB: a vocabulary of 4096 at order 1, of 256 at order 2
 _PIECE = 1 << 22  # tokens counted at once
 _HELD_OUT_BLOCK = 1 << 14  # tokens
 _HELD_OUT_EVERY = 32  # one block of so many
+_MOST_HELD_OUT = 256  # blocks: 4M tokens, at 0.2 kB each
 _DEFAULT_DISCOUNT = 0.5  # where the text is too short to hold anything out
 _DISCOUNTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 Codes = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
@@ -48,14 +50,14 @@ Floats = npt.NDArray[np.float64]
 class _Table:
     """Counts of n-grams, coded as numbers in base V, and of what follows their contexts (all but the last token)."""
 
-    counts: npt.NDArray[np.int32]  # [V**n]
-    totals: npt.NDArray[np.int64]  # [V**(n-1)]
-    distinct: npt.NDArray[np.int64]  # [V**(n-1)]
+    counts: Counts  # [V**n]
+    totals: Counts  # [V**(n-1)]
+    distinct: Counts  # [V**(n-1)]
 
     @classmethod
-    def of(cls, counts: npt.NDArray[np.int32], vocab_size: int) -> _Table:
+    def of(cls, counts: Counts, vocab_size: int) -> _Table:
         rows = counts.reshape(-1, vocab_size)
-        return cls(counts=counts, totals=rows.sum(1, dtype=np.int64), distinct=np.count_nonzero(rows, axis=1))
+        return cls(counts=counts, totals=rows.sum(1), distinct=np.count_nonzero(rows, axis=1))
 
     def probabilities(self, codes: Codes, lower: Floats, discount: float, vocab_size: int) -> Floats:
         """P(last token | context) of coded n-grams; `lower` is what the next shorter context says, [count]."""
@@ -86,11 +88,13 @@ def ngram_cross_entropy(
     _check(len(train), len(val), order, vocab_size)
     counts = _count([train], order, vocab_size)
     discounts = _chosen_discounts(train, counts, order, vocab_size)
-    codes = _codes(val, order, vocab_size)
-    likelihood = np.full(len(codes), 1.0 / vocab_size)
-    for table, discount in zip(_tables(counts, order, vocab_size), discounts, strict=True):
-        likelihood = table.probabilities(codes % len(table.counts), likelihood, discount, vocab_size)
-    return float(-np.log(likelihood).mean())
+    tables, surprise = _tables(counts, order, vocab_size), 0.0
+    for codes in _pieces(val, order, vocab_size):
+        likelihood = np.full(len(codes), 1.0 / vocab_size)
+        for table, discount in zip(tables, discounts, strict=True):
+            likelihood = table.probabilities(codes % len(table.counts), likelihood, discount, vocab_size)
+        surprise -= float(np.log(likelihood).sum())
+    return surprise / (len(val) - order)
 
 
 def _check(train_tokens: int, val_tokens: int, order: int, vocab_size: int) -> None:
@@ -120,33 +124,37 @@ def _codes(tokens: npt.NDArray[np.integer], order: int, vocab_size: int) -> Code
     return codes
 
 
-def _count(texts: Sequence[npt.NDArray[np.integer]], order: int, vocab_size: int) -> npt.NDArray[np.int32]:
+def _pieces(text: npt.NDArray[np.integer], order: int, vocab_size: int) -> Iterator[Codes]:
+    """Yield the codes of a text in pieces."""
+    for start in range(0, len(text) - order, _PIECE):
+        yield _codes(text[start : start + _PIECE + order], order, vocab_size)
+
+
+def _count(texts: Sequence[npt.NDArray[np.integer]], order: int, vocab_size: int) -> Counts:
     """Count each (order + 1)-gram inside the texts, [V**(order + 1)]."""
-    counts = np.zeros(vocab_size ** (order + 1), np.int32)
+    counts = np.zeros(vocab_size ** (order + 1), np.int64)
     for text in texts:
-        for start in range(0, len(text) - order, _PIECE):
-            codes = _codes(text[start : start + _PIECE + order], order, vocab_size)
-            counts += np.bincount(codes, minlength=len(counts)).astype(np.int32)
+        for codes in _pieces(text, order, vocab_size):
+            counts += np.bincount(codes, minlength=len(counts))
     return counts
 
 
-def _tables(counts: npt.NDArray[np.int32], order: int, vocab_size: int) -> list[_Table]:
+def _tables(counts: Counts, order: int, vocab_size: int) -> list[_Table]:
     """The tables of 1-grams up to (order + 1)-grams, marginalised over the oldest token."""
     tables = [_Table.of(counts, vocab_size)]
     for _ in range(order):
-        counts = counts.reshape(vocab_size, -1).sum(0, dtype=np.int32)
+        counts = counts.reshape(vocab_size, -1).sum(0)
         tables.insert(0, _Table.of(counts, vocab_size))
     return tables
 
 
-def _chosen_discounts(
-    train: npt.NDArray[np.integer], counts: npt.NDArray[np.int32], order: int, vocab_size: int
-) -> list[float]:
+def _chosen_discounts(train: npt.NDArray[np.integer], counts: Counts, order: int, vocab_size: int) -> list[float]:
     """The discount of each order, given the shorter ones, with which the training text predicts its own blocks best."""
     block = min(_HELD_OUT_BLOCK, len(train) // _HELD_OUT_EVERY)
     if block <= order:
         return [_DEFAULT_DISCOUNT] * (order + 1)
     held_out = [train[i : i + block] for i in range(0, len(train) - block + 1, block * _HELD_OUT_EVERY)]
+    held_out = held_out[:: -(-len(held_out) // _MOST_HELD_OUT)]
     codes = np.concatenate([_codes(text, order, vocab_size) for text in held_out])
     likelihood = np.full(len(codes), 1.0 / vocab_size)
     chosen = []

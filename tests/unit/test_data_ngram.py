@@ -94,6 +94,32 @@ def test_the_chosen_discounts_are_near_the_best_for_unseen_text(monkeypatch: pyt
     assert max(fixed) > min(fixed) + 0.05
 
 
+def test_a_long_text_costs_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    probabilities = summary._Table.probabilities
+
+    def measured(table: summary._Table, codes: summary.Codes, *rest: Any) -> summary.Floats:
+        sizes.append(len(codes))
+        return probabilities(table, codes, *rest)
+
+    monkeypatch.setattr(summary._Table, "probabilities", measured)
+    for name, value in {"_HELD_OUT_BLOCK": 8, "_MOST_HELD_OUT": 2, "_PIECE": 16}.items():
+        monkeypatch.setattr(summary, name, value)
+    text = np.random.default_rng(3).integers(0, 4, 8 * 32 * 10)
+    ngram_cross_entropy(text, text, 1, 4)
+    assert max(sizes) == 16
+
+
+def test_counts_of_a_text_beyond_32_bits() -> None:
+    counts = summary._count([np.zeros(2, np.uint8)], 1, 256).reshape(256, 256)
+    counts[:, 32] = 10_000_000
+    counts[32, 33] = 1 << 31
+    unigrams, bigrams = summary._tables(counts.reshape(-1), 1, 256)
+    assert unigrams.counts[32] == 2_560_000_000
+    assert bigrams.counts[32 * 256 + 33] == 1 << 31
+    assert unigrams.totals[0] == counts.sum()
+
+
 def test_large_vocabularies_at_order_one() -> None:
     tokens = np.arange(20_000) % 4096
     assert ngram_cross_entropy(tokens[:16_000], tokens[16_000:], 1, 4096) < 2.5 < math.log(4096)
