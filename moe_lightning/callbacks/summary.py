@@ -8,6 +8,7 @@ formula; it is chosen for each order on blocks held out of the *training* text, 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -222,7 +223,8 @@ class Summary(Callback):
         if "val/loss" in metrics and "val/accuracy" not in metrics:  # the classes are tokens
             numbers["val_perplexity"] = perplexity(metrics["val/loss"])
         if isinstance(data, TextData) and len(data.corpora) == 1:
-            numbers |= ngram_losses(data, self._orders)
+            validated = sum(trainer.num_val_batches) * data.global_batch_size
+            numbers |= ngram_losses(data, self._orders, validated or math.inf)
         telemetry = private_lightning.callback_of(trainer, Telemetry)
         if telemetry is not None and telemetry.train_s:
             things = "images" if isinstance(data, ImageData) else "tokens"
@@ -232,12 +234,16 @@ class Summary(Callback):
         return numbers
 
 
-def ngram_losses(data: TextData, orders: Sequence[int]) -> dict[str, float]:
+def ngram_losses(data: TextData, orders: Sequence[int], most: float = math.inf) -> dict[str, float]:
     """Cross-entropy of counting models on the windows that the model was validated on; orders that the vocabulary
     forbids are left out.
+
+    Args:
+        most: of the held-out windows, the first ones, as under `trainer.limit_val_batches`.
     """
     windows = data.val_dataloader().dataset
-    held_out = np.concatenate([windows[index][1].numpy() for index in range(len(windows))])  # type: ignore[arg-type]
+    count = int(min(most, len(windows)))  # type: ignore[arg-type]
+    held_out = np.concatenate([windows[index][1].numpy() for index in range(count)])
     losses = {}
     for order in orders:
         try:

@@ -205,6 +205,17 @@ def test_counting_models_see_the_validated_windows(text: TextData) -> None:
     assert losses["order_1_loss"] < losses["order_0_loss"]
 
 
+@pytest.mark.parametrize(("limit", "windows"), [(1, 8), (2, 16), (1.0, 20), (0, 20)])
+def test_counting_models_see_what_the_limit_leaves(text: TextData, limit: float, windows: int, tmp_path: Path) -> None:
+    text.global_batch_size = 8
+    trainer = _trainer([Console("none")], limit_val_batches=limit, max_steps=2)
+    trainer.fit(GPTModule(TINY | {"vocab_size": 256}), datamodule=text)
+    numbers = Summary(str(tmp_path / "summary.json"), [1]).numbers(trainer)
+    samples = text.val_dataloader().dataset
+    held_out = np.concatenate([samples[i][1].numpy() for i in range(windows)])
+    assert numbers["order_1_loss"] == ngram_cross_entropy(text.corpora[0].train.open(), held_out, 1, 256)
+
+
 def test_orders_that_cannot_be_counted_are_left_out(text: TextData) -> None:
     assert set(ngram_losses(text, [1, 9])) == {"order_1_loss"}
 
