@@ -263,7 +263,8 @@ def _of_checkpoint(
                 f"{named}, the tokenizer of {saved.path}, is not here: give --tokenizer with the path of its "
                 "tokenizer.json"
             )
-        spec = _spec_of(data or ({"tokenizer": named} if is_here else {}), config, str(saved.path))
+        # The run's configuration may name it by a path of the folder where the run was trained.
+        spec = _spec_of({**data, "tokenizer": named} if is_here else data, config, str(saved.path))
     tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
     end = end_of_text(saved.values)
     if end is None:  # none, or not recorded

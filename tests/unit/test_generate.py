@@ -225,11 +225,12 @@ def test_a_text_ends_before_its_end() -> None:
 # ---------------------------------------------------------------- tokenizers and dialogues
 
 
-def trained_run(folder: Path, data: dict[str, Any], **options: Any) -> Path:
-    """A run directory."""
+def trained_run(folder: Path, data: dict[str, Any], origin: Path | None = None, **options: Any) -> Path:
+    """A run directory, whose checkpoint names the tokenizer by its whole path."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"run_dir": str(folder), "data": data}))
-    save(gpt(**options), folder / "checkpoints" / "step-0000003.ckpt")
+    state = {} if origin is None else {"TextData": {"tokenizer_origin": str(origin)}}
+    save(gpt(**options), folder / "checkpoints" / "step-0000003.ckpt", **state)
     return folder
 
 
@@ -332,6 +333,25 @@ def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFi
     out = run(capsys, tmp_path / "model", "abc", "--greedy", "--max-new-tokens", 9)
     expected = theirs.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=9, do_sample=False)[0]
     assert out == tokenizer.decode(expected) + "\n"
+
+
+@pytest.mark.parametrize("is_another_there", [False, True])
+def test_a_run_has_its_own_tokenizer_in_every_folder(
+    is_another_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The relative path of its configuration means another file there, or none."""
+    file = Path("tok/tokenizer.json")
+    own = write_tokenizer(tmp_path / file.parent) / file.name
+    folder = trained_run(tmp_path / "run", {"tokenizer": str(file)}, tmp_path / file, vocab_size=300)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    if is_another_there:
+        content = json.loads(own.read_text())
+        content["model"]["vocab"] = {word: 255 - token for word, token in content["model"]["vocab"].items()}
+        file.parent.mkdir()
+        file.write_text(json.dumps(content))
+    expected = run(capsys, folder, PROMPT, "--greedy", "--tokenizer", own)
+    assert run(capsys, folder, PROMPT, "--greedy") == expected
 
 
 def test_a_run_whose_tokens_are_gone_does_not_speak_in_bytes(
