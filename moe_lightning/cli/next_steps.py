@@ -33,7 +33,8 @@ def _steps(directory: RunDirectory, config: Mapping[str, Any]) -> Iterator[tuple
     if newest is not None and talk:
         yield f"moe-generate {place} {talk}", "talk to the model"
     if newest is not None and newest.step >= max_steps > 0:
-        yield f"the same command with trainer.max_steps={2 * newest.step}", "train on"
+        again = " resume=true" if config.get("resume") is False else ""
+        yield f"the same command with trainer.max_steps={2 * newest.step}{again}", "train on"
     if directory.config.is_file():
         install = "" if importlib.util.find_spec("matplotlib") else 'pip install "moe-lightning[plots]" && '
         yield f"{install}moe-bench report {place}", "charts and facts of the run as one HTML page"

@@ -6,6 +6,7 @@ data than before would break the order in which every sample comes once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moe_lightning.cli.composition import located
+from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.config import TARGET, is_resumable, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text
@@ -38,6 +40,8 @@ _UNLISTED = (
 )
 _MOST_LISTED = 4
 _MOST_BYTES = 1 << 24  # of a configuration
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""How often torchrun or SLURM has repeated a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +120,34 @@ def check_changes(found: list[SettingChange], *, overrides: bool) -> None:
             f"this run was trained with other settings: {_listed(asked)}; give resume_overrides=true to go on with the "
             "new ones, leave them as they were, or start over with resume=false"
         )
+
+
+def goes_on(config: Mapping[str, Any]) -> bool:
+    """True if a training prefers the run's own checkpoints: `resume` says so, or it says how the run began. A named
+    checkpoint is only the beginning of a run; so is resume=false where torchrun or SLURM repeat the command.
+
+    Args:
+        config: as composed.
+
+    Raises:
+        ConfigurationError: the run has checkpoints, and did not begin at the one that `resume` names. Those of another
+            beginning may have higher steps, and commands would take them for its newest ones.
+    """
+    resume, directory = config["resume"], RunDirectory(Path(config["run_dir"]))
+    if resume is True or config["task"] != "train":
+        return resume is True
+    began_so = directory.config.is_file() and (config_of(directory.config) or {}).get("resume") == resume
+    if resume is False:
+        return began_so and any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
+    newest = directory.newest_checkpoint()
+    if not began_so and newest is not None:
+        check_start(resume)
+        if Path(resume).resolve() not in (newest.path.resolve(), newest.path.parent.resolve()):
+            raise ConfigurationError(
+                f"{directory} has {newest.path.name}, and did not begin at resume={resume}: leave that out to go on "
+                "from its own checkpoint, or give another run_name to begin at the named one"
+            )
+    return began_so
 
 
 def check_start(resume: str) -> None:

@@ -53,7 +53,7 @@ from moe_lightning.cli.composition import (
 from moe_lightning.cli.dial import check_dial, dial_line, dial_rows, with_dial
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
-from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, unused
+from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.elastic.membership import ElasticSettings
@@ -163,7 +163,8 @@ def objective_of(path: Path, name: str) -> float:
         some = ", ".join(sorted(metrics)[:_MOST_NAMED]) or "none"
         raise ConfigurationError(
             f"objective={name} is not a metric that the run logged{near}: it logged {some}"
-            f"{', ...' if len(metrics) > _MOST_NAMED else ''}; the same command with one of them need not train again"
+            f"{', ...' if len(metrics) > _MOST_NAMED else ''}; the same command with one of them and "
+            "resume=true need not train again"
         )
     if not math.isfinite(metrics[name]):
         raise ConfigurationError(
@@ -575,7 +576,7 @@ def run_job(composed: DictConfig) -> float | None:
         try:
             _launch(directory, config, elastic, external=external)
         except KeyboardInterrupt as stop:
-            stop.add_note(_outlook(directory))
+            stop.add_note(_outlook(directory, starts_over=config["resume"] is False))
             raise
         _print_next_steps(directory, config)
         return _objective(directory, config)
@@ -648,13 +649,18 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def _outlook(directory: RunDirectory) -> str:
-    """Return a clause on what the same command does next after an interruption."""
+def _outlook(directory: RunDirectory, *, starts_over: bool) -> str:
+    """Return a clause on what the same command does next after an interruption.
+
+    Args:
+        starts_over: by resume=false.
+    """
     newest = directory.newest_checkpoint()
     if newest is None:
         return "no checkpoint had been written, so the same command starts over"
     saved = newest.path.relative_to(directory.path)
-    return f"{directory}/{saved} is saved, and the same command resumes after step {newest.step}"
+    how = " with resume=true" if starts_over else ""
+    return f"{directory}/{saved} is saved, and the same command{how} resumes after step {newest.step}"
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:
@@ -734,7 +740,7 @@ def _elastic_launcher(
 def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     """Return the message of a run that has nothing left to do; "" for any other."""
     max_steps = config["trainer"].get("max_steps")
-    if config["task"] != "train" or config["resume"] is not True or not isinstance(max_steps, int) or max_steps <= 0:
+    if config["task"] != "train" or not goes_on(config) or not isinstance(max_steps, int) or max_steps <= 0:
         return ""
     last = directory.has_reached(max_steps)
     if last is None:
@@ -758,11 +764,13 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     Raises:
         ConfigurationError: settings that the run cannot go on with, or a folder that must not be moved.
     """
-    if isinstance(config["resume"], str):
-        check_start(config["resume"])
+    is_going_on, named = goes_on(config), config["resume"] if isinstance(config["resume"], str) else None
+    newest = directory.newest_intact() if is_going_on and config["task"] == "train" else None
+    if named is not None and newest is None:
+        check_start(named)
     if config["task"] != "train":
         return None, ""
-    if config["resume"] is False:
+    if config["resume"] is False and not is_going_on:
         if not is_first or not directory.check_movable():
             return None, ""
         from moe_lightning.cli.training import check
@@ -770,8 +778,7 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
         return place, f", the earlier run is kept in {place.name}" if place else ""
-    newest = directory.newest_intact() if config["resume"] is True else None
-    start = newest.path if newest is not None else config["resume"] if config["resume"] is not True else None
+    start = newest.path if newest is not None else named
     former = start and config_of(start)
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"])

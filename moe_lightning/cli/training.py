@@ -45,7 +45,7 @@ from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
-from moe_lightning.cli.resume import changes, check_changes, check_start
+from moe_lightning.cli.resume import changes, check_changes, check_start, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import TARGET, with_key
@@ -490,7 +490,9 @@ def _restore_tokenizer(config: Mapping[str, Any], data: object) -> None:
     """Give the data the tokenizer that was trained for the checkpoint which the command goes on from, before tokens are
     made; whether that checkpoint is whole is decided later, by all ranks.
     """
-    if not isinstance(data, TextData) or not data.trains_tokenizer or config["resume"] is False:
+    if not isinstance(data, TextData) or not data.trains_tokenizer:
+        return
+    if config["resume"] is False and not goes_on(config):
         return
     place = place_of(config["resume"]) if isinstance(config["resume"], str) else store_of_checkpoints(config)
     if place is None:
@@ -563,16 +565,16 @@ def checkpoint_to_load(config: Mapping[str, Any]) -> str | None:
         ConfigurationError: `resume` names a file that is not there, or there is nothing to validate.
         CheckpointError: there are files, and all are damaged.
     """
-    resume = config["resume"]
-    if isinstance(resume, str):
-        check_start(resume)
-        return resume
+    named = config["resume"] if isinstance(config["resume"], str) else None
     directory = RunDirectory(Path(config["run_dir"]))
-    wanted = resume or config["task"] == "validate"
+    wanted = goes_on(config) or (config["task"] == "validate" and named is None)
     store = store_of_checkpoints(config)
     if wanted and store is not None and headings(store):
         return str(store)
     newest = directory.newest_intact(rank_zero_warn) if wanted else None
+    if newest is None and named is not None:
+        check_start(named)
+        return named
     if newest is None and config["task"] == "validate":
         raise ConfigurationError(
             f"{store or directory.checkpoints} holds no checkpoint to validate: train first, or give resume=CHECKPOINT"

@@ -130,6 +130,22 @@ def test_the_same_command_goes_on_and_is_measured(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_named_checkpoint_is_the_beginning_of_a_run(folder: Path) -> None:
+    """The same command goes on from there, and no other beginning leaves later checkpoints behind."""
+    fork = ("ranks=1", "run_name=fork", "resume=outputs/tiny/checkpoints/step-0000004.ckpt", "resume_overrides=true")
+    first = _fork(folder, *fork, "trainer.max_steps=6")
+    assert first.returncode == 0, first.stderr
+    longer = _fork(folder, *fork, "trainer.max_steps=8")
+    assert longer.returncode == 0, longer.stderr
+    assert "resuming after step 6" in longer.stdout
+    assert "step 6/8" not in longer.stdout
+    assert "has finished its 8 steps" in _fork(folder, *fork, "trainer.max_steps=8").stdout
+    again = _fork(folder, "ranks=1", "trainer.max_steps=6", "resume=outputs/fork/checkpoints/step-0000008.ckpt")
+    assert again.returncode == 2
+    assert "outputs/tiny has step-0000004.ckpt, and did not begin at resume=outputs/fork" in again.stderr
+
+
+@pytest.mark.slow
 def test_a_damaged_file_is_named_and_not_gone_on_from(folder: Path) -> None:
     saved = folder / "outputs" / "tiny" / "checkpoints"
     damaged = bytearray((saved / "step-0000004.ckpt").read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
-from moe_lightning.cli.resume import changes, check_changes, config_of, effect
+from moe_lightning.checkpoint.files import write_file
+from moe_lightning.cli import train
+from moe_lightning.cli.resume import changes, check_changes, config_of, effect, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.training import ResumedWithOverrides, RunRecord
 from moe_lightning.errors import ConfigurationError
@@ -222,6 +226,55 @@ def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: [3\n")
     with pytest.raises(ConfigurationError, match=r"config\.yaml cannot be read"):
         config_of(checkpoint)
+
+
+def _run(folder: Path, *, began: Any, steps: Sequence[int] = (4,)) -> RunDirectory:
+    """A run that has trained from what `resume` said."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"run_dir": str(folder), "resume": began}))
+    for step in steps:
+        write_file({"global_step": step}, folder / f"checkpoints/step-{step:07d}.ckpt")
+    return RunDirectory(folder)
+
+
+def _goes_on(directory: RunDirectory, resume: Any, task: str = "train") -> bool:
+    return goes_on({"run_dir": str(directory.path), "resume": resume, "task": task})
+
+
+def test_a_repeated_command_goes_on_from_the_checkpoints_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A named checkpoint is where the run began; later ones of another beginning would be taken for the newest."""
+    monkeypatch.chdir(tmp_path)
+    _run(tmp_path / "first", began=True, steps=(4, 8))
+    start = "first/checkpoints/step-0000004.ckpt"
+    assert not _goes_on(RunDirectory(tmp_path / "new"), start)
+    assert _goes_on(_run(tmp_path / "second", began=start), start)
+    assert not _goes_on(RunDirectory(tmp_path / "second"), start, task="validate")
+    newest = "first/checkpoints/step-0000008.ckpt"
+    assert not _goes_on(RunDirectory(tmp_path / "first"), newest), "it is where the run is"
+    for other in ("first", "third"):
+        _run(tmp_path / "third", began="other.ckpt") if other == "third" else None
+        with pytest.raises(ConfigurationError, match=f"{other} has .* and did not begin at resume={start}: leave that"):
+            _goes_on(RunDirectory(tmp_path / other), start)
+    with pytest.raises(ConfigurationError, match=r"resume=none\.ckpt does not exist"):
+        _goes_on(RunDirectory(tmp_path / "third"), "none.ckpt")
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_does_not_start_over_again(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, earlier = _run(tmp_path / "mine", began=False), _run(tmp_path / "earlier", began=True)
+    assert [_goes_on(directory, False) for directory in (mine, earlier)] == [False, False]
+    monkeypatch.setenv(variable, "0")
+    assert [_goes_on(directory, False) for directory in (mine, earlier)] == [False, False]
+    monkeypatch.setenv(variable, "1")
+    assert [_goes_on(directory, False) for directory in (mine, earlier)] == [True, False]
+
+
+@pytest.mark.parametrize(("starts_over", "how"), [(False, ""), (True, " with resume=true")])
+def test_what_an_interrupted_command_does_next(starts_over: bool, how: str, tmp_path: Path) -> None:
+    told = train._outlook(_run(tmp_path / "run", began=True), starts_over=starts_over)
+    assert told.endswith(f"step-0000004.ckpt is saved, and the same command{how} resumes after step 4")
 
 
 def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ def test_a_run_without_an_end_in_steps_is_not_trained_on(directory: RunDirectory
     assert steps(directory, trainer={"max_steps": 100})[0].startswith("moe-bench report")
 
 
+def test_a_run_that_started_over_is_not_started_over_again(directory: RunDirectory) -> None:
+    assert [steps(directory, resume=resume)[0] for resume in (True, "a.ckpt")] == [ALWAYS, ALWAYS]
+    assert steps(directory, resume=False)[0] == f"{ALWAYS} resume=true"
+
+
 def test_a_report_needs_what_draws_it(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install \"moe-lightning[plots]\" && moe-bench report 'outputs/my run'" in steps(directory)
