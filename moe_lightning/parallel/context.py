@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.compat import private_torch
 from moe_lightning.errors import WorldCutError
-from moe_lightning.files import PrivateFolder, checked_folder, find_folder
+from moe_lightning.files import PrivateFolder, checked_folder, find_folder, read_text, replace_text
 from moe_lightning.parallel.mesh import Groups, Layout, MeshShape, RowCut
 
 logger = logging.getLogger(__name__)
@@ -508,6 +508,39 @@ def common_store() -> Store | None:
     may fail with a DistError when the group ends.
     """
     return private_torch.default_store() if dist.is_initialized() else None
+
+
+class LatestValues:
+    """Values of a common store that ranks replace often. torch's FileStore appends to its file whatever is set: there
+    they are files beside it.
+
+    Args:
+        store: of torch's default group.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = bare = store
+        while isinstance(bare, PrefixStore):
+            bare = bare.underlying_store
+        self._path = Path(bare.path) if isinstance(bare, FileStore) else None  # type: ignore[attr-defined]
+
+    def set(self, key: str, text: str) -> None:
+        """Set or replace a value."""
+        if self._path is None:
+            self._store.set(key, text)
+        else:
+            replace_text(self._file(self._path, key), text)
+
+    def get(self, keys: Sequence[str]) -> list[str]:
+        """Return the values; none if one of them is missing."""
+        if self._path is None:
+            return [self._store.get(key).decode() for key in keys] if self._store.check(list(keys)) else []
+        files = [self._file(self._path, key) for key in keys]
+        return [read_text(file) for file in files] if all(file.exists() for file in files) else []
+
+    @staticmethod
+    def _file(store: Path, key: str) -> Path:
+        return store.with_name(f"{store.name}-{key.replace('/', '-')}")
 
 
 def agree(world: World) -> None:

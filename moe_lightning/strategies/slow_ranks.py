@@ -29,6 +29,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moe_lightning.elastic.health import LARGEST_CLOCK_OFFSET_S
 from moe_lightning.elastic.worker import write_to_terminal
+from moe_lightning.parallel.context import LatestValues
 from moe_lightning.strategies.process_stacks import is_blocked, place_of, waits_s
 from moe_lightning.strategies.slow_links import Link, SlowHost, own_links, since, slowest_host
 
@@ -124,7 +125,7 @@ class RankTimeline:
         return self.first, 1 + len(self.begun)
 
     def encode(self) -> str:
-        """Return it as text of one or two kilobytes."""
+        """Return it as text of some ten bytes for each collective."""
         return b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
 
     @classmethod
@@ -318,6 +319,7 @@ class SlowRankWatch:
 
     def __init__(self, rank: int, size: int, stages: Sequence[Sequence[int]], store: Store) -> None:
         self._rank, self._size, self._stages, self._store = rank, size, stages, store
+        self._values = LatestValues(store)
         self._due = _next_due()
         self._samples: Counter[Sample] = Counter()
         self._since = time.time(), waits_s()
@@ -361,7 +363,7 @@ class SlowRankWatch:
             links = own_links()
             found = replace(found, links=since(self._links, links))
             self._links = links
-            self._store.set(f"slow/{self._rank}", found.encode())
+            self._values.set(f"slow/{self._rank}", found.encode())
             if self._rank == 0:
                 self._store.set("slow/chosen", json.dumps((self._due, *found.steps)))
                 self._awaited_until = time.monotonic() + _PATIENCE_S
@@ -380,7 +382,7 @@ class SlowRankWatch:
             return
         began = time.perf_counter()
         keys = [f"slow/{rank}" for rank in range(self._size)]
-        found = [RankTimeline.decode(self._store.get(key)) for key in keys] if self._store.check(keys) else []
+        found = [RankTimeline.decode(text) for text in self._values.get(keys)]
         if not found or any(each.steps != found[0].steps for each in found):
             if time.monotonic() > self._awaited_until:
                 self._awaited_until = None

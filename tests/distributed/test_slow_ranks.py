@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore, PrefixStore
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
@@ -275,6 +275,23 @@ def test_the_same_steps_are_not_compared_again(monkeypatch: pytest.MonkeyPatch) 
 def test_comparisons_that_take_long_come_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = minutes_of_lines(monkeypatch, lambda step: 2, compared_s=0.5)
     assert np.abs(np.diff(lines) - 3).max() < 0.1
+
+
+def test_comparisons_do_not_fill_the_file_of_a_store(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    watches = [SlowRankWatch(rank, 2, (), PrefixStore("default", PrefixStore("run", store))) for rank in range(2)]
+    sizes = []
+    for last in range(40, 44):
+        marks = [(10**9 * step + i * 10**8, step, phase) for step in range(last) for i, phase in enumerate(PHASES)]
+        calls = [Begun("all", 40 * step + i, 10**9 * step + i * 10**7) for step in range(last) for i in range(40)]
+        watches[1]._due = watches[0]._due
+        for watch in watches:
+            watch.publish(marks, calls)
+        watches[0].compare()
+        assert watches[0].last is not None
+        watches[0].last = None
+        sizes.append((tmp_path / "store").stat().st_size)
+    assert max(np.diff(sizes)) < 200
 
 
 def piped(own_us: np.ndarray) -> list[RankTimeline]:
