@@ -544,10 +544,10 @@ class WorldStore:
         raise WireError("an unknown operation of the store")
 
     def _set(self, key: str, value: str) -> None:
-        self._bytes += len(value) - len(self._values.get(key, "")) + (0 if key in self._values else len(key))
-        if self._bytes > _MOST_BYTES:
+        nbytes = self._bytes + len(value) - len(self._values.get(key, "")) + (0 if key in self._values else len(key))
+        if nbytes > _MOST_BYTES:
             raise WireError(f"more than {_MOST_BYTES} bytes in the store")
-        self._values[key] = value
+        self._values[key], self._bytes = value, nbytes
 
     def _serve_waits(self, key: str) -> None:
         for (connection, n), request in self._waits.pop(key, {}).items():

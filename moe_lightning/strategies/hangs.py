@@ -38,7 +38,7 @@ from moe_lightning.compat import private_torch
 from moe_lightning.elastic.protocol import ProcessClock
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.files import machine_folder
-from moe_lightning.parallel.context import World, common_store
+from moe_lightning.parallel.context import LatestValues, World, common_store
 from moe_lightning.strategies import process_stacks
 from moe_lightning.strategies.process_stacks import Process, Seen, is_users, place_of, relative
 from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, StepPhase, bubble
@@ -530,6 +530,7 @@ class _Watched:
 
     def __init__(self, world: World, store: Store) -> None:
         self._size, self._rank, self._store = world.size, world.rank, store
+        self._values = LatestValues(store)
         self._watch = store.add(f"hang/watches/{world.rank}", 1)  # all ranks begin as often; the store outlives them
         between_stages = world.group("pp")  # which sends and receives: its ends count apart
         self._groups: dict[str, ProcessGroup] = {}
@@ -573,7 +574,7 @@ class _Watched:
     def publish(self, standstill: Standstill) -> None:
         """Publish this rank's standstill."""
         self._number += 1
-        self._store.set(self._key("standstill", self._rank, self._number), json.dumps(asdict(standstill)))
+        self._values.set(self._key("standstill", self._rank), json.dumps(asdict(standstill)))
         self._sign(is_stalled=True)
 
     def resume(self) -> None:
@@ -623,7 +624,8 @@ class _Watched:
 
     def _standstill(self, rank: int, number: int) -> Standstill:
         if (rank, number) not in self._read:
-            values: dict[str, Any] = json.loads(self._store.get(self._key("standstill", rank, number)))
+            (text,) = self._values.get([self._key("standstill", rank)])
+            values: dict[str, Any] = json.loads(text)
             self._read[rank, number] = Standstill(**values | {"calls": [Call(*call) for call in values["calls"]]})
         return self._read[rank, number]
 

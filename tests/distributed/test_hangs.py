@@ -324,6 +324,18 @@ def test_nothing_is_read_of_another_watch_with_the_same_store() -> None:
     assert _Watched(world, store)._answer_about(0) is None
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_standstills_replace_each_other_in_the_store(tmp_path: Path, is_file: bool) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1) if is_file else dist.HashStore()  # type: ignore[attr-defined]
+    watched, kept = _Watched(World.single(), store), set[tuple[int, int]]()
+    for n in range(3):
+        watched.publish(at(f"train.py:{n}"))
+        assert watched._standstill(0, watched._number).place == f"train.py:{n}"
+        watched.resume()
+        kept.add((store.num_keys(), len(list(tmp_path.iterdir()))))
+    assert len(kept) == 1
+
+
 @pytest.mark.parametrize(
     ("ranks", "late"),
     [

@@ -183,8 +183,8 @@ STEPS = st.one_of(
 )
 
 
-def ask(store: WorldStore, connection: int, op: str, keys: list[str], n: int = 0) -> None:
-    store.receive(connection, {"n": n, "number": 7, "op": op, "keys": keys, "value": "1"})
+def ask(store: WorldStore, connection: int, op: str, keys: list[str], n: int = 0, value: str = "1") -> None:
+    store.receive(connection, {"n": n, "number": 7, "op": op, "keys": keys, "value": value})
 
 
 @given(st.lists(STEPS, max_size=30))
@@ -260,3 +260,15 @@ def test_deleting_what_is_not_there_gives_no_room(monkeypatch: pytest.MonkeyPatc
     ask(store, 0, "delete", ["k" * 1000])
     with pytest.raises(WireError, match="more than 100 bytes"):
         ask(store, 0, "set", ["k" * 101])
+
+
+def test_only_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_MOST_BYTES", 100)
+    store = WorldStore([])
+    store.begin(7)
+    ask(store, 0, "set", ["a"], value="v" * 90)
+    with pytest.raises(WireError, match="more than 100 bytes"):
+        ask(store, 0, "set", ["b"], value="v" * 90)
+    ask(store, 0, "set", ["a"], value="w" * 90)
+    ask(store, 0, "add", ["c"], value="1")
+    assert store._values == {"a": "w" * 90, "c": "1"}
