@@ -23,7 +23,7 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, choose_protection, protected_by
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import PositiveInt, validated
-from moe_lightning.elastic.faults import MEMBERS_CHANGE, WorldChanged
+from moe_lightning.elastic.faults import MEMBERS_CHANGE, MembersChange
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
@@ -108,7 +108,7 @@ class FaultRecovery(ExpertParallelCallback):
         optimizer_replay: under the strategy's dense="zero1", let every rank repeat the AdamW updates of the next rank's
             shard on the host (REFT's AOR), so that a lost shard costs no step.
         verify_replay_every: steps between two comparisons of the repeated shards with their owners.
-        max_recoveries: recoveries after which the run gives up.
+        max_recoveries: recoveries from faults after which the run gives up; ranks may join and leave without limit.
 
     Attributes:
         reports: of the recoveries of this process.
@@ -228,7 +228,7 @@ class FaultRecovery(ExpertParallelCallback):
     ) -> None:
         strategy = _strategy(trainer)
         if strategy.elastic.change_is_due:
-            raise WorldChanged(MEMBERS_CHANGE)
+            raise MembersChange(MEMBERS_CHANGE)
         faults = {
             "its memory was damaged": strategy.update.state_check.times_damaged,
             "it computed wrong": strategy.update.arithmetic_check.times_wrong,

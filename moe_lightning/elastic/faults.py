@@ -45,7 +45,11 @@ MEMBERS_CHANGE = "ranks join or leave"
 
 
 class WorldChanged(Exception):
-    """Agreement of all ranks, between two steps, to form another world: a process joins or leaves."""
+    """Agreement of all ranks, between two steps, to form another world."""
+
+
+class MembersChange(WorldChanged):
+    """The same because processes join or leave, which is no fault."""
 
 
 def is_world_fault(error: BaseException, known_reason: str | None) -> bool:

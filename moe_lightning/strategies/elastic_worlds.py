@@ -32,6 +32,7 @@ from moe_lightning.data.loader import leave_schedule
 from moe_lightning.elastic.client_state import WorldTooSmall
 from moe_lightning.elastic.faults import (
     MEMBERS_CHANGE,
+    MembersChange,
     WorldChanged,
     is_network_fault,
     is_world_fault,
@@ -102,7 +103,7 @@ class RecoveryPolicy:
 
     Attributes:
         min_replicas: nodes that shall hold each expert.
-        max_recoveries: recoveries after which the run gives up.
+        max_recoveries: recoveries from faults after which the run gives up.
         sources: places of saved state; None if nothing is saved.
         protection: returns the ranks that protect each other's snapshots in the present world; None: none do.
     """
@@ -370,7 +371,7 @@ class ElasticWorlds:
                 self._recover(fault)
             try:
                 if worlds.spares:
-                    raise WorldChanged(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
+                    raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
                 if must_recover:
                     self.step.finish(worlds.present, is_saved=self.has_rolled_back, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
@@ -408,7 +409,7 @@ class ElasticWorlds:
         """Wait until others come, where the world holds the state but is too small to train.
 
         Raises:
-            WorldChanged: somebody came, or shall leave.
+            MembersChange: somebody came, or shall leave.
             WorldTooSmall: on all ranks, nobody came within `join_timeout_s`; the state is saved.
         """
         worlds, settings, loop = self._strategy.worlds, self.engine.settings, self._state.trainer.fit_loop
@@ -423,7 +424,7 @@ class ElasticWorlds:
             is_asked = self.engine.has_newcomers() or self.engine.notice is not None
             changes, ends = any_says([is_asked, time.monotonic() > deadline], world)
             if changes:
-                raise WorldChanged(f"ranks come or leave while there are fewer than {limit}")
+                raise MembersChange(f"ranks come or leave while there are fewer than {limit}")
             time.sleep(_POLL_S)
         if self.step.version > 0:
             loop.on_run_start()
@@ -505,7 +506,8 @@ class ElasticWorlds:
         former = self._require_members().ids if before else ()
         is_spare = False
         while True:
-            self._faults.begin_recovery(self._policy.max_recoveries, reason)
+            if fault is not None and not isinstance(fault, MembersChange):
+                self._faults.begin_recovery(self._policy.max_recoveries, reason)
             watch = Stopwatch()
             try:
                 if isinstance(fault, WorldChanged):

@@ -15,7 +15,7 @@ import pytest
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.chaos.elastic_runs import SETTINGS, Kill, assert_same_losses, elastic_run, finish, reference
+from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, finish, reference
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.forks import PATIENCE_S, wait_until
@@ -74,6 +74,23 @@ def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, dense: str) -
         assert (report["ranks_before"], report["ranks_after"], report["steps_lost"]) == (3, 2, 0)
         assert report["restored"] == "12 experts from replicas, 0 stale"
         assert_same_losses(run, reference(STEPS))
+
+
+def test_ranks_that_leave_and_join_do_not_count_as_faults(tmp_path: Path) -> None:
+    with elastic_run(
+        tmp_path,
+        workers=2,
+        steps=STEPS,
+        settings=replace(SETTINGS, notice_on_sigterm=True),
+        recovery={"min_replicas": 1, "max_recoveries": 1},
+        holds=[Hold(step=12, ranks=2)],
+    ) as run:
+        run.wait_for_step(3)
+        run.signal(1, signal.SIGTERM)
+        run.processes[1].join(PATIENCE_S)
+        run.start(1)
+        finish(run, range(2))
+        assert [report["ranks_after"] for report in run.result(0)["reports"]] == [1, 2]
 
 
 def test_ranks_save_before_all_of_them_leave(tmp_path: Path) -> None:
