@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 from annotated_types import Interval
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -30,6 +32,10 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_regular
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+_PART = re.compile(
+    r"(?:train|test|eval|(val|valid|dev))(?:ing|idation|uation)?(?:[ _-]?(?:data|set|dataset|images))?", re.IGNORECASE
+)
+"""Name of a folder that is a part of a data set rather than a class; group 1: of one to validate on."""
 
 
 def pillow(module: str) -> Any:
@@ -110,7 +116,8 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
         seed: which images these are.
 
     Raises:
-        ConfigurationError: no such folder, fewer than two classes, a class without images, or one that only val/ has.
+        ConfigurationError: no such folder, fewer than two classes, parts of a data set under other names, a class
+            without images, or one that only val/ has.
     """
     if not path.is_dir():
         raise ConfigurationError(f"the image folder {path} does not exist: give one that holds train/CLASS/*.jpg")
@@ -124,6 +131,12 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
         raise ConfigurationError(
             f"{root} has {len(classes)} class folders, and a classifier needs two: put images into {root}/CLASS/"
         )
+    parts = [match for name in _subfolders(path) if (match := _PART.fullmatch(name))]
+    if root == path and len(parts) > 1:
+        raise ConfigurationError(
+            f"{path} has the folders {', '.join(part[0] for part in parts)}, which are parts of a data set and no "
+            "classes: name the folder of the training images train, and that of the images to validate on val"
+        )
     found = _files(root, classes, classes)
     if (path / "val").is_dir() and root != path:
         held_out = _subfolders(path / "val")
@@ -133,6 +146,8 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
                 f"{path / 'val'} has the class {unknown[0]!r}, which {root} has not: give both the same class folders"
             )
         return ImageFolder(classes=classes, train=found, val=_files(path / "val", held_out, classes))
+    if root != path and (unused := next((part[0] for part in parts if part[1]), None)):
+        rank_zero_warn(f"{path / unused} is not used: name it val to validate on its images")
     train, val = _split(found.classes, val_fraction, seed)
     if not len(val) or not len(train):
         raise ConfigurationError(
