@@ -249,11 +249,12 @@ def documents(model: LanguageModel, path: Path, context_length: int, text_field:
     """
     import numpy as np
 
-    from moe_lightning.data.documents import reading, text_chunks
+    from moe_lightning.data.documents import reading, suffix_of, text_chunks
     from moe_lightning.files import open_regular
 
     tokenizer = model.tokenizer()
-    if path.suffix in (".jsonl", ".ndjson") or (path.suffix == ".json" and model.is_trained_on_conversations):
+    suffix = suffix_of(path)
+    if suffix in (".jsonl", ".ndjson") or (suffix == ".json" and model.is_trained_on_conversations):
         yield from _records(model, tokenizer, path, context_length, text_field)
         return
     if text_field is not None:

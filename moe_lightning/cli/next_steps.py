@@ -62,4 +62,4 @@ def _has_only_tokens(source: Any) -> bool:
     """True if no source says what its tokens mean: all are files of tokens."""
     given = [source] if isinstance(source, str) else source or []
     paths = [one if isinstance(one, str) else str(one.get("path")) for one in given]
-    return bool(paths) and all(path.endswith((".bin", ".npy")) for path in paths)
+    return bool(paths) and all(path.lower().endswith((".bin", ".npy")) for path in paths)

@@ -35,6 +35,7 @@ from moe_lightning.data.documents import (
     parts_of,
     reading,
     source_files,
+    suffix_of,
 )
 from moe_lightning.data.token_folder import (
     TOKENS,
@@ -82,7 +83,7 @@ class DataSource:
     @property
     def is_token_file(self) -> bool:
         """True if the source is one file of tokens."""
-        return Path(self.path).suffix in TOKEN_SUFFIXES
+        return suffix_of(self.path) in TOKEN_SUFFIXES
 
     @property
     def is_text(self) -> bool:
@@ -284,7 +285,7 @@ def token_file(source: str, dtype: str | None) -> TokenSpan:
         raise ConfigurationError(f"The token file {source!r} does not exist; check the path.")
     with reading(path):
         check_written(path)
-    span = _npy_tokens(path, dtype) if path.suffix == ".npy" else _bin_tokens(path, dtype)
+    span = _npy_tokens(path, dtype) if suffix_of(path) == ".npy" else _bin_tokens(path, dtype)
     if not span.count:
         raise ConfigurationError(f"The token file {source!r} is empty; write at least one window of tokens to it.")
     return span

@@ -167,11 +167,16 @@ def _check_kinds(source: str, files: Sequence[SourceFile]) -> None:
             f"source={source!r} holds records ({records.name}) and text ({text.name}); give a glob that matches one "
             f"kind, such as 'folder/**/*{''.join(records.path.suffixes[-2:])}'."
         )
-    if all(file.path.suffix == ".json" for file in files):
+    if all(suffix_of(file.path) == ".json" for file in files):
         raise ConfigurationError(
             f"source={source!r} is JSON ({files[0].name}), whose keys and quotes would be learned as text; write one "
             "object a line and name the file .jsonl."
         )
+
+
+def suffix_of(path: str | Path) -> str:
+    """The suffix of a file in small letters: some systems write capitals."""
+    return Path(path).suffix.lower()
 
 
 def has_records(files: Sequence[SourceFile]) -> bool:
@@ -181,9 +186,9 @@ def has_records(files: Sequence[SourceFile]) -> bool:
 
 def _kind(path: Path) -> Literal["jsonl", "parquet", "arrow"] | None:
     """The kind of a file's records; None for text."""
-    if path.suffix not in _PACKED:
-        return _KINDS.get(path.suffix)
-    inner = path.with_suffix("").suffix
+    if suffix_of(path) not in _PACKED:
+        return _KINDS.get(suffix_of(path))
+    inner = suffix_of(path.with_suffix(""))
     return "jsonl" if inner == ".json" else _KINDS.get(inner)  # C4 and Dolma name their JSONL .json.gz
 
 
@@ -232,7 +237,7 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
     if not paths:
         raise ConfigurationError(f"source={source!r} matches no files; give another folder or pattern.")
     for found in paths:
-        if found.suffix in TOKEN_SUFFIXES:
+        if suffix_of(found) in TOKEN_SUFFIXES:
             raise ConfigurationError(
                 f"source={source!r} holds the token file {found.name} among {len(paths)} files; name one token file, "
                 "or a glob that matches text only."
@@ -289,7 +294,7 @@ def parts_of(file: SourceFile) -> list[FilePart]:
     """
     path, size = file.path, file.size_bytes
     kind = _kind(path)
-    if kind == "jsonl" and path.suffix not in _PACKED:
+    if kind == "jsonl" and suffix_of(path) not in _PACKED:
         starts = range(0, size, _PART_BYTES)
         return [
             FilePart(
@@ -411,9 +416,9 @@ def _opened(path: Path, advance: Callable[[int], None]) -> Iterator[BinaryIO]:
     """The content of a file, unpacked where its suffix says so."""
     with open_regular(path) as file:
         counted = io.BufferedReader(_Stream(file, advance), _CHUNK_BYTES)
-        if path.suffix == ".gz":
+        if suffix_of(path) == ".gz":
             yield io.BufferedReader(gzip.GzipFile(fileobj=counted))
-        elif path.suffix == ".zst":
+        elif suffix_of(path) == ".zst":
             yield io.BufferedReader(_Stream(_pyarrow("lib", path).CompressedInputStream(counted, "zstd")))
         else:
             yield counted
@@ -431,7 +436,7 @@ def _pyarrow(module: str, path: Path) -> Any:
 
 
 def _json_texts(part: FilePart, text_field: str, advance: Callable[[int], None]) -> Iterator[Document]:
-    is_packed = part.path.suffix in _PACKED
+    is_packed = suffix_of(part.path) in _PACKED
     with _opened(part.path, advance) if is_packed else open_regular(part.path) as file:
         if part.start:
             file.seek(part.start - 1)

@@ -162,19 +162,31 @@ def test_conversations_are_not_taken_for_text(tmp_path: Path, cache: Path, key: 
         prepare_corpus(tmp_path / "records.jsonl", cache_dir=cache)
 
 
-@pytest.mark.parametrize("name", ["a.ndjson", "a.json.gz", "a.ndjson.gz"])
+@pytest.mark.parametrize("name", ["a.ndjson", "a.json.gz", "a.ndjson.gz", "b.JSONL", "b.Json.GZ"])
 def test_json_lines_have_other_names(name: str, tmp_path: Path, cache: Path) -> None:
     lines = "".join(json.dumps({"content": f"text {number}\n", "url": "x"}) + "\n" for number in range(9)).encode()
     (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.lower().endswith(".gz") else lines)
     named, plain = (prepare_corpus(tmp_path / one, cache_dir=cache, text_field="content") for one in (name, "a.jsonl"))
     assert text_of(named, "train") == text_of(plain, "train")
 
 
-def test_json_in_one_piece_is_not_taken_for_text(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}] * 99))
-    with pytest.raises(ConfigurationError, match=r"is JSON \(a.json\), whose keys .* write one object a line"):
-        prepare_corpus(tmp_path / "a.json", cache_dir=cache)
+def test_token_files_may_have_suffixes_in_capitals(tmp_path: Path, cache: Path) -> None:
+    tokens = np.arange(65, 91, dtype=np.uint8)  # also a text
+    (tmp_path / "T.BIN").write_bytes(tokens.tobytes())
+    with (tmp_path / "T.NPY").open("wb") as file:
+        np.save(file, tokens.astype(np.uint16))
+    options = {"cache_dir": cache, "val_fraction": 0.5}
+    for name, dtype in (("T.BIN", "uint8"), ("T.NPY", None)):
+        found = prepare_corpus(tmp_path / name, dtype=dtype, **options)
+        assert found.train.open().tolist() == tokens[:13].tolist()
+
+
+@pytest.mark.parametrize("name", ["a.json", "A.JSON"])
+def test_json_in_one_piece_is_not_taken_for_text(name: str, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / name).write_text(json.dumps([{"text": "a"}] * 99))
+    with pytest.raises(ConfigurationError, match=rf"is JSON \({name}\), whose keys .* write one object a line"):
+        prepare_corpus(tmp_path / name, cache_dir=cache)
     (tmp_path / "x.py").write_text("x = 1\n")
     assert prepare_corpus(tmp_path, cache_dir=cache).num_files == 2
 

@@ -56,8 +56,9 @@ def test_windows_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_lines_of_ndjson_are_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = trained_run(tmp_path / "run", BYTES)
-    (tmp_path / "texts.ndjson").write_text('{"text": "1234"}\n')
-    assert measured(capsys, folder, tmp_path / "texts.ndjson")["tokens"] == 3
+    for name in ("texts.ndjson", "TEXTS.JSONL"):
+        (tmp_path / name).write_text('{"text": "1234"}\n')
+        assert measured(capsys, folder, tmp_path / name)["tokens"] == 3
 
 
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])

@@ -55,7 +55,7 @@ def test_a_finished_run_leads_on(directory: RunDirectory) -> None:
         ({"_target_": "moe_lightning.data.text.TextData", "source": "stdlib"}, ' "def "'),
         ({"_target_": "moe_lightning.data.text.TextData", "source": "books"}, ' "The "'),
         ({"_target_": "moe_lightning.data.text.TextData", "source": "t.bin"}, None),
-        ({"_target_": "moe_lightning.data.text.TextData", "source": ["a.npy", {"path": "t.bin"}]}, None),
+        ({"_target_": "moe_lightning.data.text.TextData", "source": ["a.npy", {"path": "T.BIN"}]}, None),
         ({"_target_": "moe_lightning.data.text.TextData", "source": "t.bin", "tokenizer": "t.json"}, ' "The "'),
         ({"_target_": "moe_lightning.data.instructions.InstructionData"}, " --chat"),
         ({"_target_": "moe_lightning.data.images.ImageData"}, None),
