@@ -23,11 +23,10 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import network_of, open_saved, other_tokenizer, trained_config
 from moe_lightning.config import TARGET
-from moe_lightning.data.corpus import DataSource, tokenizer_of
+from moe_lightning.data.corpus import DataSource, end_of_documents, tokenizer_of
 from moe_lightning.data.documents import STDLIB
 from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.data.text import sources_of
-from moe_lightning.data.token_folder import is_token_folder, open_token_folder
 from moe_lightning.data.tokenizer import (
     TOKENIZER_FILE,
     ByteTokenizer,
@@ -268,7 +267,7 @@ def _of_checkpoint(
     tokenizer = tokenizer_from(trained) if spec is None else _named(spec)
     end = end_of_text(saved.values)
     if end is None:  # none, or not recorded
-        end = _end_of_document(data)
+        end = end_of_documents(_sources(data), data.get("end_of_document"))
     ends = frozenset([] if end is None else [end])
     if isinstance(network, GPT):
         positions = network.config.context_length
@@ -333,13 +332,6 @@ def _spec_of(data: Mapping[str, Any], config: Mapping[str, Any], name: str) -> s
 
 def _sources(data: Mapping[str, Any]) -> Sequence[DataSource]:
     return sources_of(data["source"], str(data.get("text_field", "text"))) if "source" in data else ()
-
-
-def _end_of_document(data: Mapping[str, Any]) -> int | None:
-    """The token that ended the documents which a run was trained on."""
-    given = data.get("end_of_document")
-    folders = [source.path for source in _sources(data) if is_token_folder(source.path)]
-    return open_token_folder(folders[0]).header.end_of_document if given is None and folders else given
 
 
 # ---------------------------------------------------------------- Hugging Face folders

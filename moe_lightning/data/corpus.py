@@ -234,6 +234,7 @@ def prepare_corpora(
             _check_tokenizer_of(folder, spec, content)
             found = _folder_corpus(source, folder, _verified(folder, cache), val_fraction, end_of_document)
         corpora.append(found)
+    _check_ends(corpora)
     return tuple(corpora)
 
 
@@ -267,6 +268,26 @@ def tokenizer_of(sources: Sequence[DataSource], tokenizer: str | None) -> str | 
         return open_token_folder(folder.path).tokenizer
     is_open = tokenizer in (None, BYTES) and all(source.is_token_file for source in sources)
     return None if is_open else tokenizer or BYTES
+
+
+def end_of_documents(sources: Sequence[DataSource], given: int | None) -> int | None:
+    """Return the token that ends documents: the one that is given, or that of the folders of tokens; None: there is
+    none.
+    """
+    if given is not None:
+        return given
+    headers = (open_token_folder(source.path).header for source in sources if is_token_folder(source.path))
+    return next((header.end_of_document for header in headers if header.end_of_document is not None), None)
+
+
+def _check_ends(corpora: Sequence[Corpus]) -> None:
+    names = {corpus.end_of_document: corpus.name for corpus in corpora if corpus.end_of_document is not None}
+    if len(names) > 1:
+        (end, name), (other, second), *_ = names.items()
+        raise ConfigurationError(
+            f"documents of {name!r} end with token {end}, and those of {second!r} with token {other}; tokenize one of "
+            "them again with the --end-of-document of the other."
+        )
 
 
 def _cache_folder(cache_dir: str | Path | None) -> Path:

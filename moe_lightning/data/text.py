@@ -23,6 +23,7 @@ from moe_lightning.data.corpus import (
     DataSource,
     TokenSpan,
     document_starts,
+    end_of_documents,
     prepare_corpora,
     tokenizer_of,
     trained_tokenizer,
@@ -254,10 +255,8 @@ class TextData(StepDataModule):
 
     @property
     def end_of_text(self) -> int | None:
-        """Token that ends documents, as given or of the first folder of tokens; None without one."""
-        given: int | None = self._options["end_of_document"]
-        folder = next((source.path for source in self.sources if is_token_folder(source.path)), None)
-        return open_token_folder(folder).header.end_of_document if given is None and folder is not None else given
+        """Token that ends documents, as given or of the folders of tokens; None without one."""
+        return end_of_documents(self.sources, self._options["end_of_document"])
 
     @property
     def vocab_size(self) -> int:

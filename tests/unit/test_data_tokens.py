@@ -451,6 +451,18 @@ def test_a_folder_is_used_as_it_was_made(
     assert sentence in str(raised.value)
 
 
+def test_folders_end_their_documents_alike(tmp_path: Path, texts: Path) -> None:
+    sources = []
+    for end in (None, 3, 4):
+        recipe = Recipe(tokenizer=None, text_field="text", end_of_document=end)
+        sources.append(str(made(tmp_path / f"end {end}", texts, recipe).path))
+    with_some = TextData(source=sources[:2], cache_dir=tmp_path / "cache")
+    assert [corpus.end_of_document for corpus in with_some.corpora] == [None, 3]
+    assert with_some.end_of_text == 3, "what generation ends with"
+    with pytest.raises(ConfigurationError, match=r"'.*end 3' end with token 3, and those of '.*end 4' with token 4"):
+        assert TextData(source=sources, cache_dir=tmp_path / "cache").corpora
+
+
 def test_damaged_tokens_are_named(tmp_path: Path, texts: Path) -> None:
     folder = made(tmp_path / "out", texts)
     path = folder.tokens
