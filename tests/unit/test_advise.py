@@ -86,9 +86,10 @@ def test_the_dial_and_callbacks_stay(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFixture[str], pp: int) -> None:
-    """val_check_interval and limit_train_batches count micro-batches, of which the advice makes others."""
+    """These settings of the Trainer count micro-batches, of which the advice makes others."""
     accumulating = [f"strategy.mesh.pp={pp}", "trainer.accumulate_grad_batches=8"]
     every = ["trainer.val_check_interval=800", "trainer.limit_train_batches=1600"]
+    every += ["+trainer.overfit_batches=16", "+trainer.fast_dev_run=24"]
     sizes = ["model.tie_embeddings=false", "data.global_batch_size=64"]
     _advice(capsys, "--cluster", "1x4xH100", *sizes, *accumulating, *every)
     config = _composed(Path("outputs/advice"), "quickstart_advised")
@@ -96,6 +97,8 @@ def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFi
     assert micro_batches < 8
     assert config["trainer"]["val_check_interval"] == 100 * micro_batches
     assert config["trainer"]["limit_train_batches"] == 200 * micro_batches
+    assert config["trainer"]["overfit_batches"] == 2 * micro_batches
+    assert config["trainer"]["fast_dev_run"] == 3 * micro_batches
     if pp == 2:
         assert (micro_batches, config["strategy"]["mesh"]["pp"]) == (1, 2)
 
