@@ -573,13 +573,15 @@ def _private_folder(parent: Path) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=".building-", dir=parent))
     except OSError as error:
         raise ConfigurationError(
-            f"The cache folder {parent} cannot be written ({error.strerror}); set cache_dir to a folder of yours."
+            f"The cache folder {parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME or cache_dir to a "
+            "folder of yours."
         ) from error
     try:
         yield folder
     except OSError as error:
         raise ConfigurationError(
-            f"Writing tokens to the cache folder {parent} failed ({error.strerror}); free space there or set cache_dir."
+            f"Writing tokens to the cache folder {parent} failed ({error.strerror}); free space there, or set "
+            "XDG_CACHE_HOME or cache_dir."
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

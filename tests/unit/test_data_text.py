@@ -573,7 +573,7 @@ def test_a_token_beyond_the_tokenizer_is_named(tmp_path: Path, cache: Path, book
 
 def test_a_cache_that_cannot_be_written_is_named(book: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="set cache_dir to a folder of yours"):
+    with pytest.raises(ConfigurationError, match="set XDG_CACHE_HOME or cache_dir to a folder of yours"):
         prepare_corpus(book, cache_dir=tmp_path / "file" / "cache")
 
 
