@@ -185,6 +185,12 @@ Piece = tuple[str, bool]
 _BYTES_END = "<|endoftext|>"
 _ANSWER = "\N{SECTION SIGN}"
 """A text that no template has."""
+_EXCHANGE = Conversation(_exchange("?", _ANSWER))
+
+
+def _behind(answered: str) -> str:
+    """What the text of `_EXCHANGE` has behind the answer."""
+    return answered.rpartition(_ANSWER)[2].strip()
 
 
 class MarkedTurns:
@@ -247,8 +253,9 @@ class MarkedTurns:
 class TemplatedTurns:
     """As the chat template of a Hugging Face tokenizer writes them.
 
-    An answer is what the template adds to the turns before it. A template that writes earlier answers otherwise once
-    others follow (some drop reasoning) has only the last answer predicted.
+    An answer is what the template adds to the turns before it. Where that has no end, as with GLM, the token that opens
+    the next turn belongs to it: a model stops by that one. A template that writes earlier answers otherwise once others
+    follow (some drop reasoning) has only the last answer predicted.
 
     Args:
         tokenizer: of transformers, with a chat template.
@@ -306,15 +313,42 @@ class TemplatedTurns:
         else:
             raise ValueError(_misplaced(*spans[-1]))
         written, at = [], 0
-        for start, end in spans:
+        for index, (start, end) in zip(chosen, spans, strict=True):
             written += [(whole[at : len(start)], False), (whole[len(start) : len(end)], True)]
             at = len(end)
+            opening = self._opening_behind(said.turns, index)
+            if whole.startswith(opening, at) or at == len(whole):
+                written.append((opening, True))
+                at += len(opening)
         return [piece for piece in (*written, (whole[at:], False)) if piece[0]]
 
     @property
     def end(self) -> str:
-        """Text that ends an answer; empty where there is none."""
-        return self._written(Conversation(_exchange("?", _ANSWER))).rpartition(_ANSWER)[2].strip()
+        """Text that ends an answer; empty where there is none.
+
+        Raises:
+            ValueError: the template refuses a conversation of one question.
+        """
+        return (_behind(self._written(_EXCHANGE)) or self._openings["user"]).strip()
+
+    def _opening_behind(self, turns: Sequence[Turn], index: int) -> str:
+        """Text that opens the turn behind an answer, or that would follow; empty where the answer has an end."""
+        follower = "tool" if turns[index].rest.get("tool_calls") else "user"
+        return self._openings.get(turns[index + 1].role if index + 1 < len(turns) else follower, "")
+
+    @cached_property
+    def _openings(self) -> dict[str, str]:
+        """Token that opens a turn behind an answer without an end, by role; empty where there is none."""
+        found = dict.fromkeys(("user", "tool"), "")
+        for role in found:
+            with suppress(ValueError):  # of a template without the role, or that refuses so short a conversation
+                answered = self._written(_EXCHANGE)
+                text = self._written(Conversation((*_EXCHANGE.turns, Turn(role, "?")))).removeprefix(answered)
+                space = text[: len(text) - len(text.lstrip())]
+                tokens = [token for token in self._tokenizer.get_added_vocab() if text.startswith(token, len(space))]
+                if tokens and not _behind(answered):
+                    found[role] = space + max(tokens, key=len)
+        return found
 
     def prompt(self, turns: Sequence[Turn]) -> str:
         """The text that asks for the next answer.
@@ -326,7 +360,7 @@ class TemplatedTurns:
 
     def content(self, answer: str) -> str:
         """The content of the turn that a model's answer makes, without what the template writes before it."""
-        asked, whole = self.prompt([Turn("user", "?")]), self._written(Conversation(_exchange("?", _ANSWER)))
+        asked, whole = self.prompt(_EXCHANGE.turns[:1]), self._written(_EXCHANGE)
         begin = whole.removeprefix(asked).partition(_ANSWER)[0]
         content = answer.rpartition(begin)[2] if begin.strip() else answer
         try:
@@ -793,8 +827,17 @@ class InstructionData(StepDataModule):
         if example != self._example:
             self._example = example
             rank_zero_info(example)
+            self._warn_of_no_end()
         self._val = self._packed(val, training=False) if self.packing else val
         self._train = self._packed(train, training=True) if self.packing else train
+
+    def _warn_of_no_end(self) -> None:
+        with suppress(ValueError):  # of a template that refuses a conversation of one question
+            if not self.written.end:
+                rank_zero_warn(
+                    f"the chat template of {self.tokenizer} writes nothing behind an answer, so that answers never "
+                    "learn to end: let it write the end token there, {{ eos_token }}"
+                )
 
     def _packed(self, conversations: Conversations, *, training: bool) -> Packed:
         length, tokens = self.context_length, conversations.lengths()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,55 @@ def test_a_template_that_rewrites_earlier_answers_has_its_last_one_predicted(tmp
     pieces = chat_format(tokenizer_folder(tmp_path, FORGETFUL), None).pieces(said(*turns))
     assert [text for text, is_predicted in pieces if is_predicted] == ["<think>y</think>two<|im_end|>\n"]
     assert "<think>x" not in "".join(text for text, _ in pieces)
+
+
+# Answers have no end: the token of the next turn is their end.
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}{% if not loop.first %}{{ 'GAP' }}{% endif %}"
+    "<|{{ 'observation' if m['role'] == 'tool' else m['role'] }}|>{{ '\n' + (m['content'] or '') }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'GAP' }}<|assistant|>{{ '\n' }}{% endif %}"
+)
+ROLES = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+
+
+@pytest.mark.parametrize("gap", ["", "\n"])
+def test_an_answer_without_an_end_is_ended_by_the_token_of_the_next_turn(tmp_path: Path, gap: str) -> None:
+    path = tokenizer_folder(tmp_path, GLM.replace("GAP", gap), additional_special_tokens=ROLES)
+    written = chat_format(path, None)
+    asks, answers = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    returns = {"role": "tool", "content": "t"}
+
+    def learned(*messages: dict[str, Any]) -> list[str]:
+        encoded = encode(Conversation.of({"messages": list(messages)}), written, load_tokenizer(path))
+        places = encoded.places[encoded.is_predicted].tolist()
+        return "".join(encoded.text[start:end] for start, end in places).replace(gap or "?", "").split("|>")
+
+    assert learned(asks, answers) == ["c<|user", ""]
+    assert learned(asks, answers, asks, answers) == ["c<|user", "c<|user", ""]
+    assert learned(asks, calls, returns, answers) == ["f<|observation", "c<|user", ""]
+    assert learned(asks, calls) == ["f<|observation", ""]
+    assert learned(asks, answers, asks) == ["c<|user", ""]
+    assert learned(asks, {**answers, "weight": 0}, asks, answers) == ["c<|user", ""]
+    assert learned(asks, answers, {"role": "system", "content": "s"}, asks, answers) == ["cc<|user", ""]
+    assert written.end == "<|user|>"
+    end = InstructionData(path=tmp_path, tokenizer=path).end_of_text
+    assert end == Tokenizer.from_file(path).token_to_id("<|user|>")
+
+
+@pytest.mark.parametrize("has_end", [False, True])
+def test_a_template_without_an_end_is_warned_of_once(tmp_path: Path, has_end: bool) -> None:
+    template = CHATML if has_end else CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "### ")
+    path = tokenizer_folder(tmp_path / "model", template)
+    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"prompt": "p", "response": "r"})] * 2))
+    data = InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path, context_length=64, global_batch_size=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.setup()
+        data.setup()
+    told = [warning for warning in caught if "answers never learn to end: let it write" in str(warning.message)]
+    assert len(told) == (not has_end)
 
 
 def test_targets_are_the_answers_in_the_tokens_of_the_model(tmp_path: Path) -> None:
