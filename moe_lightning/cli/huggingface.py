@@ -118,7 +118,7 @@ def export_gguf(path: Place, target: Path, *, dtype: str | None = None) -> int:
             raise ConfigurationError(
                 f"{trained.config.pretrained} has no tokenizer.json, which a GGUF file needs: put it there"
             )
-        trained.export.config.save_pretrained(folder)
+        trained.export.write_config(folder)
         return write_gguf(target, trained.export, *trained.weights(), folder)
 
 
@@ -155,7 +155,7 @@ class _Trained:
         copy_companions(
             local_folder(self.config.pretrained),
             target,
-            self.export.config,
+            self.export,
             named=self._named_tokenizer(),
             tokenizer=trained_tokenizer(values),
             chat_template=chat_template(values),

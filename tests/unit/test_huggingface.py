@@ -30,7 +30,7 @@ from moe_lightning.models.huggingface.attention import check_packing
 from moe_lightning.models.huggingface.card import TrainingFacts, write_card
 from moe_lightning.models.huggingface.export import copy_companions, plan_export
 from moe_lightning.models.huggingface.families import FAMILIES
-from moe_lightning.models.huggingface.loading import build_skeleton
+from moe_lightning.models.huggingface.loading import build_skeleton, config_from
 from moe_lightning.models.huggingface.module import HuggingFaceConfig, HuggingFaceModule
 from moe_lightning.models.huggingface.weights import StackedExperts, WeightsFolder
 from moe_lightning.moe.experts import VACANT, deferred_experts
@@ -811,6 +811,34 @@ def test_configurations_of_older_versions(tmp_path: Path) -> None:
     file.write_text(json.dumps(values | old))
     inputs = inputs_for("mixtral")
     assert_same_logits(load(tmp_path), logits_of(reloaded(tmp_path), inputs), inputs)
+
+
+@pytest.mark.parametrize("scaling", ["default", "yarn"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_an_exported_configuration_is_read_by_names_of_both_versions(name: str, scaling: str, tmp_path: Path) -> None:
+    """Also by the older ones alone, which are all that transformers 4 knows."""
+    class_name, options = SPARSE[name]
+    rope = {"rope_type": scaling, "rope_theta": 7.0, "partial_rotary_factor": 0.75}
+    if scaling == "yarn":
+        rope |= {"factor": 4.0, "original_max_position_embeddings": 16}
+    config = getattr(transformers, class_name)(**SIZES | {"head_dim": 16} | options)
+    if hasattr(config, "rope_parameters"):
+        config.rope_parameters = rope
+    architecture = SparseArchitecture(config)
+    exported = plan_export(architecture, build_skeleton(architecture), "bfloat16")
+    exported.write_config(tmp_path)
+    file = tmp_path / "config.json"
+    written = file.read_text()
+    copy_companions(tmp_path / "theirs", tmp_path, exported, tokenizer="{}")
+    assert file.read_text() == written, "a trained tokenizer changes special tokens only"
+    values = json.loads(written)
+    expected = exported.config.to_dict()
+    assert config_from(values).to_dict() == expected
+    for newer in ("rope_parameters", "dtype", "num_local_experts"):
+        if newer != exported.family.num_experts:
+            values.pop(newer, None)
+    if (name, scaling) != ("gpt_oss", "default"):  # transformers 5 takes yarn where its own name is missing
+        assert config_from(values).to_dict() == expected
 
 
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:

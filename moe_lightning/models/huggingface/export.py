@@ -68,8 +68,23 @@ class Export:
             dense: the tensors by the names in our model.
             experts: for each block the full stacks [E, ...] by parameter; only one block's are held at a time.
         """
-        self.config.save_pretrained(path)
+        self.write_config(path)
         return write_weights(path, self._files(dense, experts))
+
+    def write_config(self, path: Path) -> None:
+        """Write config.json into a folder, with the names of transformers 4 beside those of transformers 5.
+
+        Readers of the older names, such as inference engines, replace what they do not find by a default, such as 10000
+        for the base of rotary embeddings.
+        """
+        self.config.save_pretrained(path)
+        values = json.loads(read_text(path / CONFIG))
+        count = self.family.num_experts
+        older = {"torch_dtype": values.get("dtype"), count: getattr(self.config, count)}
+        if rope := dict(values.get("rope_parameters") or {}):
+            older |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+            older["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+        (path / CONFIG).write_text(json.dumps(values | older, indent=2, sort_keys=True) + "\n")
 
     def _files(
         self, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]
@@ -146,7 +161,7 @@ def existing(path: Path) -> ConfigurationError:
 def copy_companions(
     source: Path,
     target: Path,
-    config: Any,
+    export: Export,
     *,
     named: Path | None = None,
     tokenizer: str | None = None,
@@ -161,7 +176,8 @@ def copy_companions(
         target: the exported folder.
         named: tokenizer.json of the run in the place of the original's, in a folder that may have what belongs to it;
             None: the original's.
-        config: of the exported model; the original's special tokens are taken out where the run has trained others.
+        export: of the model; the original's special tokens are taken out of its configuration where the run has
+            trained others.
         tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
         chat_template: by which the run wrote its conversations in the place of the original's; None: none.
         end_of_text: token at which generation has to end, beside those of the original's tokenizer; None: none.
@@ -173,9 +189,9 @@ def copy_companions(
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # else transformers takes the class of the model
         (target / TOKENIZER_SETTINGS).write_text(json.dumps(settings) + "\n")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, None)
+            setattr(export.config, name, None)
         if (target / CONFIG).is_file():
-            config.save_pretrained(target)
+            export.write_config(target)
     others = (GENERATION, *OF_IMAGES)
     if tokenizer is None and named is not None:
         shutil.copyfile(named, target / TOKENIZER)
@@ -183,7 +199,7 @@ def copy_companions(
     is_whole = named is not None and (named.parent / TOKENIZER_SETTINGS).is_file()
     _copy(source, target, OF_IMAGES if tokenizer is not None else others if is_whole else COMPANIONS)
     if end_of_text is not None:
-        _end_generation(target / GENERATION, config, end_of_text)
+        _end_generation(target / GENERATION, export.config, end_of_text)
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
