@@ -70,6 +70,13 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         trained.copy_companions(staged)
         has_tokenizer = any((staged / name).is_file() for name in TOKENIZERS)
         write_card(staged, config, trained.optimizer, facts, is_adapter=adapter_alone)
+    if export.drafting and not adapter_alone:
+        said = ", ".join(f"{name}=0 in the place of {count}" for name, count in export.drafting.items())
+        print(
+            f"moe-ckpt: {target} has no layers for multi-token prediction, which are not trained: its config.json says "
+            f"{said}, so let an engine draft no tokens with it",
+            file=sys.stderr,
+        )
     if hasattr(export.config, "vocab_size") and not has_tokenizer:
         print(
             f"moe-ckpt: {target} has no tokenizer, since {config.pretrained} has none here: copy its files into the "

@@ -387,7 +387,8 @@ def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(t
     (tmp_path / "secret").write_text("secret")
     (source / "vocab.txt").symlink_to(tmp_path / "secret")
 
-    copy_companions(source, target, None)
+    export: Any = None
+    copy_companions(source, target, export)
 
     copied = {path.name: path.read_text() for path in target.iterdir()}
     assert copied == {"tokenizer.json": "tokenizer.json", "merges.txt": "cached", "generation_config.json": "ours"}
@@ -839,6 +840,23 @@ def test_an_exported_configuration_is_read_by_names_of_both_versions(name: str, 
             values.pop(newer, None)
     if (name, scaling) != ("gpt_oss", "default"):  # transformers 5 takes yarn where its own name is missing
         assert config_from(values).to_dict() == expected
+
+
+@pytest.mark.parametrize(("name", "key"), [("glm4", "num_nextn_predict_layers"), ("qwen3_5", "mtp_num_hidden_layers")])
+def test_an_export_promises_no_layers_for_multi_token_prediction(
+    name: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(name, tmp_path / "theirs")
+    edited(tmp_path / "theirs", **{key: 2})
+    adapter = {"rank": 2, "targets": ["experts"]} if name == "glm4" else None
+    fit(load(tmp_path / "theirs", adapter=adapter), 1).save_checkpoint(tmp_path / "run.ckpt")
+    capsys.readouterr()
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "ours")]) == 0
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())[key] == 0
+    assert capsys.readouterr().err.count(f"config.json says {key}=0 in the place of 2, so") == 1
+    if adapter is not None:  # its model has these layers
+        assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "alone"), "--adapter"]) == 0
+        assert "multi-token" not in capsys.readouterr().err
 
 
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ from moe_lightning.models.huggingface.weights import dtype_named, write_weights
 from moe_lightning.moe.adapters import AdapterConfig, is_adapter
 from moe_lightning.moe.experts import dequantise
 
+_DRAFTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys of configurations that count layers for multi-token prediction."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
@@ -51,6 +54,7 @@ class Export:
         blocks: the MoE blocks of our model in order; `layer` of other methods is the place in this list.
         in_float32: those of the dense names that transformers keeps in float32, such as selection biases.
         dtype: of all other tensors.
+        drafting: numbers of layers for multi-token prediction in the original, by their keys; none is in our model.
     """
 
     config: Any
@@ -59,6 +63,7 @@ class Export:
     blocks: tuple[str, ...]
     in_float32: frozenset[str]
     dtype: torch.dtype
+    drafting: Mapping[str, int]
 
     def write(self, path: Path, dense: Mapping[str, Tensor], experts: Iterable[Mapping[str, Tensor]]) -> int:
         """Write the checkpoint into a folder; returns the bytes of tensors.
@@ -120,15 +125,23 @@ def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None 
     config = copy.deepcopy(config)
     chosen = dtype_named(dtype or str(getattr(config, "dtype", None) or "float32"))
     config.dtype = chosen
+    drafting = {name: count for name in _DRAFTING if (count := getattr(config, name, None))}
+    for name in drafting:
+        setattr(config, name, 0)
     config.architectures = [_class_name(config, architecture.auto_class)]
     names = tuple(names[0] for _, names in dense_tensors(model, architecture) if not is_adapter(names[0]))
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     in_float32 = {
         name for name in names if any(re.search(rf"(^|\.){part}(\.|$)", family.model_name(name)) for part in kept)
     }
-    blocks = tuple(architecture.layers)
     return Export(
-        config=config, family=family, dense=names, blocks=blocks, in_float32=frozenset(in_float32), dtype=chosen
+        config=config,
+        family=family,
+        dense=names,
+        blocks=tuple(architecture.layers),
+        in_float32=frozenset(in_float32),
+        dtype=chosen,
+        drafting=drafting,
     )
 
 
