@@ -127,7 +127,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     layers = [m for m in model.modules() if isinstance(m, AbsentBlock) or (isinstance(m, MoELayer) and not m.is_spent)]
     losses = [layer.auxiliary_loss for layer in layers if layer.training and layer.auxiliary_loss is not None]
     if not losses:
-        return torch.zeros((), device=next(model.parameters()).device)
+        return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     if torch.is_grad_enabled() and any(map(_has_lost_gradient, layers)):
         _warn_of_lost_gradient()
     return torch.stack(losses).sum()

@@ -70,6 +70,10 @@ def test_a_model_sums_the_losses_of_its_layers() -> None:
     torch.testing.assert_close(first, expected + 0.25 * router_z_loss(routing.logits_TE))
 
 
+def test_a_module_without_parameters_has_no_loss_and_does_not_end_the_epoch() -> None:
+    assert auxiliary_loss(nn.Identity()) == 0
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("loss", ["aux_loss_coef", "z_loss_coef"])
 def test_reentrant_recomputation_loses_the_gradient_with_a_warning(
