@@ -48,6 +48,9 @@ from moe_lightning.kernels.torch_kernels import empty, upload
 BackendName = Literal["auto", "torch", "triton", "grouped", "reference"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 
+_OLDEST_GPU = (8, 0)
+"""Compute capability from which on Triton compiles for a GPU."""
+
 _log = logging.getLogger(__name__)
 _chosen = "auto"
 
@@ -79,8 +82,9 @@ _TORCH = Implementation(
 
 
 def set_backend(name: str) -> None:
-    """Choose the implementation for this process: "auto" (Triton on CUDA where it is installed, else torch), "torch",
-    "triton", "grouped" (as "auto", but torch's own kernel multiplies the experts, see `torch_grouped`) or "reference".
+    """Choose the implementation for this process: "auto" (Triton, where it is installed, on GPUs of compute capability
+    8.0 and later, else torch), "torch", "triton", "grouped" (as "auto", but torch's own kernel multiplies the experts,
+    see `torch_grouped`) or "reference".
 
     Raises:
         ConfigurationError: an unknown name, or "triton" where it is not installed.
@@ -120,7 +124,7 @@ def implementation(device: torch.device, dtype: torch.dtype | None = None) -> Im
 def _implementation(name: str, device_type: str) -> Implementation | None:
     is_grouped = name == "grouped"
     if name == "auto" or is_grouped:
-        name = "triton" if device_type == "cuda" and _has_triton() else "torch"
+        name = "triton" if device_type == "cuda" and _has_triton() and not _is_too_old() else "torch"
     _log.info("kernels on %s: %s%s", device_type, name, ", experts by torch's grouped_mm" if is_grouped else "")
     if name == "reference":
         return None
@@ -132,11 +136,20 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _is_too_old() -> bool:
+    """True if Triton no longer compiles for this rank's GPU."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < _OLDEST_GPU
+
+
 def _load_triton(device_type: str) -> Implementation:
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigurationError(
             f"kernel backend 'triton' cannot run on device {device_type!r}: use 'auto', or interpret it with "
             "TRITON_INTERPRET=1 set before the start"
+        )
+    if device_type == "cuda" and _is_too_old():
+        raise ConfigurationError(
+            "kernel backend 'triton' needs a GPU of compute capability 8.0 (A100) or later: use 'auto'"
         )
     # Imported here: Triton is absent on most CPUs, and reads TRITON_INTERPRET when its kernels are defined.
     from moe_lightning.kernels.triton import activation, matmul, plan, router, routing, rows

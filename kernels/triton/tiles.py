@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import tile_table
 from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, power_of_two
 
@@ -62,7 +63,11 @@ def limits(device: torch.device) -> Limits:
 
 
 def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tiles:
-    """Those of the table, where the device has the shared memory for them; else the first that it has it for."""
+    """Those of the table, where the device has the shared memory for them; else the first that it has it for.
+
+    Raises:
+        ConfigurationError: it has it for none. A StopIteration would end the epoch.
+    """
     if INTERPRETED:
         return _SMALLEST
     if dtype == torch.float32:
@@ -71,8 +76,12 @@ def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tiles:
     chosen = tile_table.chosen(found.capability, dtype.itemsize, rows)
     wanted = (() if chosen is None else (chosen,)) + tile_table.candidates(found.capability, rows)
     fitting = (tile for tile in wanted if tile_table.shared_bytes(tile, dtype.itemsize) <= found.shared)
-    m, n, k, warps, stages = next(fitting)
-    return Tiles(m=m, n=n, k=k, warps=warps, stages=stages)
+    for m, n, k, warps, stages in fitting:
+        return Tiles(m=m, n=n, k=k, warps=warps, stages=stages)
+    raise ConfigurationError(
+        f"no tile of the Triton kernels fits the {found.shared} bytes of shared memory of this GPU: use the kernel "
+        "backend 'torch'"
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"])

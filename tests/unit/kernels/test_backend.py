@@ -56,6 +56,16 @@ def test_absent_triton_is_refused_by_name_and_skipped_by_auto(monkeypatch):
     assert choice._implementation("auto", "cuda") is choice._TORCH
 
 
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_gpus_that_triton_does_not_compile_for_run_the_torch_kernels(monkeypatch, capability):
+    monkeypatch.setattr(choice, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert choice._implementation("auto", "cuda") is choice._TORCH
+    with pytest.raises(ConfigurationError, match="needs a GPU of compute capability 8"):
+        choice._implementation("triton", "cuda")
+
+
 def test_triton_is_not_imported_where_it_is_not_chosen():
     code = (
         "import sys, torch; from moe_lightning import kernels as ops;"

@@ -12,9 +12,15 @@ import torch
 from benchmarks import tiles
 from moe_lightning import kernels
 from moe_lightning.cli.bench import main
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import tile_table
 
 TILE = (128, 128, 32, 8, 3)
+
+needs_tiles = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="Triton is not installed, or its interpreter has tiles of its own",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +123,7 @@ def test_nothing_is_tuned_in_a_step():
         assert "autotune" not in path.read_text(), path
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has tiles of its own")
+@needs_tiles
 def test_an_entry_that_does_not_fit_the_device_is_passed_over():
     from moe_lightning.kernels.triton.tiles import Limits, tiles_for
 
@@ -128,3 +133,11 @@ def test_an_entry_that_does_not_fit_the_device_is_passed_over():
 
     assert found(227) == tile_table.chosen(90, 2, "many")
     assert found(99) == TILE
+
+
+@needs_tiles
+def test_a_gpu_that_no_tile_fits_is_named_and_does_not_end_the_epoch():
+    from moe_lightning.kernels.triton.tiles import Limits, tiles_for
+
+    with pytest.raises(ConfigurationError, match="fits the 65536 bytes of shared memory of this GPU: use the kernel"):
+        tiles_for(torch.bfloat16, 1024, Limits(capability=94, shared=64 << 10, multiprocessors=304))
