@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.balancing.cost_model import BlockCosts, Line, fit_line, mean_relative_error
+from moe_lightning.checkpoint.training_state import preserved_generators
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
@@ -82,7 +83,8 @@ def calibrate(layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtyp
         stacks = layer.experts.stacked_parameters()
         shape = tuple(stack.shape[1:] for stack in stacks.values())
         if shape not in by_shape:
-            by_shape[shape] = measure_experts(layer.experts, world, weight_dtype)
+            with preserved_generators(world.device):  # of the model, and restored by now where a run resumes
+                by_shape[shape] = measure_experts(layer.experts, world, weight_dtype)
         costs.append(_block_costs(layer, exchange, by_shape[shape], weight_dtype))
     errors["experts_forward"] = max(times.forward.mean_error for times in by_shape.values())
     errors["experts_backward"] = max(times.backward_error for times in by_shape.values())

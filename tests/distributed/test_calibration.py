@@ -48,7 +48,10 @@ def measure_on_other_processors(rank: int, world_size: int) -> tuple[list[dict[s
         return dataclasses.replace(line, per_unit_s=line.per_unit_s * (1 + 1e-12 * rank), mean_error=float(rank))
 
     calibration.fit_line = fitted  # type: ignore[assignment]
-    found = calibrate([MoELayer(16, 32, 4)], connect(), torch.float32)
+    layer = MoELayer(16, 32, 4)
+    generator = torch.get_rng_state()
+    found = calibrate([layer], connect(), torch.float32)
+    assert torch.equal(generator, torch.get_rng_state()), "a resumed run would draw other numbers"
     return [dataclasses.asdict(costs) for costs in found.costs], found.errors
 
 
