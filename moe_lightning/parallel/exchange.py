@@ -120,12 +120,13 @@ def linear(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor]
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
+        ctx.maps = there, back
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
+        there, back = ctx.maps
+        return linear(gradients[0], back, there), None, None  # has a gradient itself where create_graph=True
 
 
 def _all_to_all(rows: Tensor, send: Sequence[int], recv: Sequence[int], world: World, overlap_fn: OverlapFn) -> Tensor:

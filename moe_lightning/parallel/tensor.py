@@ -137,6 +137,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_T: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "the cross entropy of mesh.tp has no second derivatives, but create_graph=True asks for them: leave it "
+                "out, or set mesh.tp=1"
+            )
         shares_TV, own_T, is_here_T = ctx.saved_tensors
         total_T = _summed(gradient_T, ctx.ranks)
         gradient_TV = shares_TV * total_T[:, None]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_lightning import kernels
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, dispatch_groups, uniform_placement
 from moe_lightning.errors import ConfigurationError
@@ -98,6 +99,29 @@ def test_every_assignment_is_computed_exactly_once(world_size: int) -> None:
         for group in case["groups"]:
             routed = sum(int((case["ids"][rank] >= 0).sum()) for rank in group)
             assert computed[list(group), seed].sum() == routed, "tokens left their dispatch group"
+
+
+def check_second_derivatives(rank: int, world_size: int) -> None:
+    """A penalty on gradients goes through both exchanges, as in the dense computation."""
+    world = connect()
+    dispatcher = Dispatcher(uniform_placement(4, world_size), world, [tuple(range(world_size))])
+    ids_TK = torch.tensor([[3, 1], [0, 2], [1, 0]])
+    torch.manual_seed(rank)
+    x_TD = torch.randn(3, D_MODEL, requires_grad=True)
+    weights_TK = torch.rand(3, 2)
+
+    def penalty_gradient(out_TD: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(out_TD.sum(), x_TD, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x_TD)[0]
+
+    with kernels.backend("reference"):
+        sent = dispatcher.dispatch(x_TD, ids_TK, dispatcher.gather_counts(torch.bincount(ids_TK.flatten())))
+        found = penalty_gradient(dispatcher.combine(sent.rows_MD.pow(3), sent, weights_TK))
+    torch.testing.assert_close(found, penalty_gradient(x_TD.pow(3) * weights_TK.sum(dim=1, keepdim=True)))
+
+
+def test_second_derivatives_pass_through_both_exchanges() -> None:
+    run_ranks(2, check_second_derivatives)  # which asserts on every rank
 
 
 def tokens_stay_in_their_precision(rank: int, world_size: int) -> tuple[torch.dtype, bool]:

@@ -62,6 +62,9 @@ def exchanges(rank: int, world_size: int) -> None:
         return found.masked_fill(targets == -100, 0.0).view(1, 8, 1)
 
     both(ours, lambda e: [entropy(torch.cat(list(e.reshape(world_size, 8, 6)), dim=1))] * world_size)
+    x = all_x[rank].clone().requires_grad_()
+    with pytest.raises(ConfigurationError, match="has no second derivatives"):
+        torch.autograd.grad(ours(x).sum(), x, create_graph=True)
 
 
 def test_exchanges_have_the_gradients_of_the_sum_of_losses() -> None:
