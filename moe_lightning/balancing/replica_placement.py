@@ -78,15 +78,17 @@ def mro(replicas: IntArray, node_slots: IntArray) -> IntArray:
 
     Groups of consecutive experts (ascending by replicas) live on disjoint blocks of nodes, each as long as its rarest
     expert has replicas. Optimal for every number of failures unless the last block is truncated (`is_truncated`); see
-    `mro_plus`.
+    `mro_plus`. Unequal nodes, as a fault leaves them, may be fewer than the groups: their blocks are then by size.
 
     Returns:
         int64 [E, N] with row sums `replicas`.
 
     Raises:
-        ConfigurationError: the replicas do not fit the slots, or the groups do not fit the nodes.
+        ConfigurationError: the replicas do not fit the slots.
     """
     _check(replicas, node_slots)
+    if not _are_groups_few(replicas, node_slots):
+        return _blocks_by_size(replicas, node_slots)
     order = np.lexsort((np.arange(len(replicas)), replicas))
     table = np.zeros((len(replicas), len(node_slots)), dtype=np.int64)
     size = int(node_slots.min())
@@ -102,6 +104,11 @@ def mro(replicas: IntArray, node_slots: IntArray) -> IntArray:
     return table
 
 
+def _are_groups_few(replicas: IntArray, node_slots: IntArray) -> bool:
+    """True if MRO's groups are no more than the nodes, as on nodes of equal slots."""
+    return len(replicas[:: int(node_slots.min())]) <= len(node_slots)
+
+
 def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
     """Lengths of MRO's node blocks; one live node in each is enough to recover.
 
@@ -111,7 +118,7 @@ def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
     counts = np.sort(replicas)
     size, num_nodes = int(node_slots.min()), len(node_slots)
     representatives = counts[::size]
-    if len(representatives) > num_nodes:
+    if not _are_groups_few(replicas, node_slots):
         raise ConfigurationError(
             f"{len(counts)} experts on {num_nodes} nodes with as few as {size} slots cannot be grouped: "
             "use nodes of equal size, or another placement policy"
@@ -147,7 +154,7 @@ def mro_plus(replicas: IntArray, node_slots: IntArray) -> IntArray:
     if is_even and not is_truncated(replicas, node_slots):
         return mro(replicas, node_slots)
     starts = [spread(replicas, node_slots)]
-    if len(replicas[:: int(node_slots.min())]) <= len(node_slots):
+    if _are_groups_few(replicas, node_slots):
         starts.insert(0, mro(replicas, node_slots))
     if not is_even:
         starts.insert(0, _blocks_by_size(replicas, node_slots))

@@ -28,6 +28,7 @@ from moe_lightning.balancing.replica_placement import (
     spread,
     supports,
 )
+from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.errors import ConfigurationError
 from tests.unit.planning_references import dealt_one_by_one, spread_one_by_one
 
@@ -247,13 +248,21 @@ def test_spreading_and_dealing_at_once_are_what_one_by_one_makes(data: st.DataOb
     assert (deal_to_ranks(table, cluster, load).replicas == dealt_one_by_one(table, cluster, load)).all()
 
 
+def test_nodes_that_a_fault_has_left_too_small_for_the_groups_have_blocks_by_size() -> None:
+    cluster = Cluster(node_of=(0, 0, 0, 0, 1, 1, 1), slots_per_rank=10)
+    table = PlacementPolicy(rule="mro").place(np.arange(64), cluster).replicas
+    assert (table.sum(axis=1) >= 1).all()
+    assert (table.sum(axis=0) <= 10).all()
+    assert (mro(ints(1, 1, 1, 1), ints(1, 3)).sum(axis=1) == 1).all()
+
+
 def test_wrong_input_is_one_sentence() -> None:
     with pytest.raises(ConfigurationError, match="5 replicas do not fit 4 slots"):
         mro(ints(2, 3), ints(2, 2))
     with pytest.raises(ConfigurationError, match="at least 1 replica"):
         spread(ints(0, 3), ints(2, 2))
     with pytest.raises(ConfigurationError, match="cannot be grouped"):
-        mro(ints(1, 1, 1, 1), ints(1, 3))
+        mro_blocks(ints(1, 1, 1, 1), ints(1, 3))
     assert mro_plus(ints(1, 1, 1, 1), ints(1, 3)).sum() == 4  # falls back to spread
     with pytest.raises(ConfigurationError, match="7 failed nodes"):
         sampled_recovery([spread(ints(2, 3, 3, 4), np.full(6, 2))], 7)
