@@ -259,8 +259,8 @@ class LoadBalancer(ExpertParallelCallback):
 
     Raises:
         ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
-            numbers of experts, slots that differ between ranks, dispatch groups smaller than the world, or ranks of a
-            pipeline without an MoE layer.
+            numbers of experts, slots that differ between ranks, dispatch groups smaller than the world, ranks of a
+            pipeline without an MoE layer, or shadows beside manual optimization or experts in four bits.
     """
 
     def __init__(
@@ -334,6 +334,8 @@ class LoadBalancer(ExpertParallelCallback):
         layers, stages = strategy.experts.layers, strategy.state.stages
         if strategy.world.stage.size == 1 or not stages.layers:
             return  # nothing to balance
+        if self._policy.shadows != "none":
+            strategy.require_shadows_possible()
         cluster = balanced_ranks(strategy)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
         self._numbers, self._num_layers = stages.numbers, len(stages.layers)

@@ -680,14 +680,27 @@ class ExpertParallelStrategy(DDPStrategy):
                 with its dense layers; None: all of it.
 
         Raises:
-            ConfigurationError: plans for other placements, several dispatch groups, or manual optimization, whose
-                steps have no stated end.
+            ConfigurationError: plans for other placements or several dispatch groups; raises as
+                `require_shadows_possible`, too.
+        """
+        self.require_shadows_possible()
+        self.experts.start_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
+
+    def require_shadows_possible(self) -> None:
+        """
+        Raises:
+            ConfigurationError: manual optimization, whose steps have no stated end, or experts in four bits.
         """
         if not self.state.module.automatic_optimization:
             raise ConfigurationError(
-                "shadows need automatic optimization: a step of manual optimization may change weights at any time"
+                "shadows need automatic optimization, since a step of manual optimization may change weights at any "
+                "time: set the balancer's shadows to none"
             )
-        self.experts.start_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
+        if any(layer.experts.in_4_bits for layer in self.experts.layers):
+            raise ConfigurationError(
+                "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
+                "or use kind=lora"
+            )
 
     @property
     def shadow_dtype(self) -> torch.dtype:

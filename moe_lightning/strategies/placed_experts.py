@@ -439,17 +439,11 @@ class PlacedExperts:
             early_shares: see `ShadowTransfers`, for each layer.
 
         Raises:
-            ConfigurationError: plans for other placements, dispatch groups smaller than the world, or experts in four
-                bits.
+            ConfigurationError: plans for other placements, or dispatch groups smaller than the world.
         """
         self._drop_shadows()
         if not any(plan.num_copies for plan in plans):
             return
-        if any(layer.experts.in_4_bits for layer in self.layers):
-            raise ConfigurationError(
-                "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
-                "or use kind=lora"
-            )
         shadow_transfers = []
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts

@@ -19,6 +19,7 @@ from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.callbacks import load_balancer
 from moe_lightning.callbacks.load_balancer import LoadBalancer, balanced_ranks
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.adapters import add_adapters
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -163,23 +164,38 @@ def test_resuming_under_another_world_continues_the_losses(tmp_path: Path) -> No
             np.testing.assert_allclose(result["losses"], expected, rtol=0, atol=TOLERANCE)
 
 
+class InFourBits(OwnModule):
+    def __init__(self) -> None:
+        super().__init__()
+        add_adapters(self, {"kind": "qlora", "rank": 2})
+
+
 def refusals(rank: int, world_size: int) -> list[str]:
     messages = []
-    for strategy in ({"placement": [[1, 1]] * 4 + [[1, 0]] * 2}, {"ep_size": 1}):
+    manual = OwnModule()
+    manual.automatic_optimization = False
+    for strategy, module in (
+        ({"placement": [[1, 1]] * 4 + [[1, 0]] * 2}, OwnModule()),
+        ({"ep_size": 1}, OwnModule()),
+        ({}, manual),
+        ({}, InFourBits()),
+    ):
         trainer = make_trainer(rank, world_size, strategy, fast_dev_run=1)
-        trainer.strategy.connect(OwnModule())
+        trainer.strategy.connect(module)
         trainer.strategy.setup_environment()
         trainer.strategy.setup(trainer)
         with pytest.raises(ConfigurationError) as caught:
-            LoadBalancer().on_train_start(trainer, OwnModule())
+            LoadBalancer().on_train_start(trainer, module)
         messages.append(str(caught.value))
     return messages
 
 
 def test_what_the_balancer_cannot_balance() -> None:
-    uneven, groups = run_ranks(2, refusals)[0]
+    uneven, groups, manual, in_four_bits = run_ranks(2, refusals)[0]
     assert "ranks keep [4, 6]: set the strategy's slots, to 6 or more" in uneven
     assert "drop the strategy's ep_size" in groups
+    for message in (manual, in_four_bits):
+        assert "set the balancer's shadows to none" in message
 
 
 # ----------------------------------------------------------------------
