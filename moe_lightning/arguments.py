@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse them; what a subcommand does not know, it says itself."""
-        words = list(sys.argv[1:] if args is None else args)
+        words = [with_home(word, self._names()) for word in (sys.argv[1:] if args is None else args)]
         if words[:1] == ["help"]:
             words[:1] = ["--help"]
         commands = self._commands()
@@ -92,6 +92,17 @@ class Parser(argparse.ArgumentParser):
     def _commands(self) -> Collection[str]:
         actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return actions[0].choices if actions else ()
+
+
+def with_home(word: str, options: Collection[str]) -> str:
+    """An option `--name=~/path` as its command gets `--name ~/path`: behind `=` most shells leave the tilde as it is.
+
+    Args:
+        options: names that the command knows.
+    """
+    name, _, text = word.partition("=")
+    is_path = name in options and (text == "~" or text.startswith("~/"))
+    return f"{name}={os.path.expanduser(text)}" if is_path else word
 
 
 def shortened(message: str) -> str:

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -367,9 +368,13 @@ def as_folder_name(text: str) -> str:
 
 def with_quotes(override: str) -> str:
     """An override whose value itself reads name=value,..., or begins with a tilde: the shell took its quotes away, and
-    Hydra reads no such value without them.
+    Hydra reads no such value without them. Behind `=` most shells leave the tilde as it is; data and models find the
+    home folder themselves, since a resume compares their paths as they were given.
     """
-    match = _NAMED_VALUES.fullmatch(override) or _HOME.fullmatch(override)
+    if match := _HOME.fullmatch(override):
+        is_kept = match[1] == "run_name" or match[1].startswith(("data.", "model."))
+        return f'{match[1]}="{match[2] if is_kept else os.path.expanduser(match[2])}"'
+    match = _NAMED_VALUES.fullmatch(override)
     return f'{match[1]}="{match[2]}"' if match else override
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from moe_lightning import plots
 from moe_lightning.arguments import output_file
-from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, config_folder, known_keys
+from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, config_folder, known_keys, with_quotes
 from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
 from moe_lightning.errors import ConfigurationError
@@ -292,7 +292,7 @@ def run(arguments: list[str]) -> int:
         )
     top = {*_TYPES, *_GROUPS, "recipes"}
     words = read_settings(arguments[advise:], SIM, top, lambda: known_keys(arguments, config_name=CONFIG_NAME))
-    overrides = [word for word in words if word != "--cfg"]
+    overrides = [with_quotes(word) for word in words if word != "--cfg"]
     for word in overrides:
         if word.startswith("-"):
             raise refuse_option("moe-sim", word, ["--cfg", "--help", "--version"])

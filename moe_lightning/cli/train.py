@@ -32,6 +32,7 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning import __version__, user_errors
+from moe_lightning.arguments import with_home
 from moe_lightning.cli.capacity import check_processes
 from moe_lightning.cli.composition import (
     COLLECTIONS,
@@ -362,7 +363,8 @@ def _visible_gpus() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command; exits with 0, 1 (a defect), 2 (the user's mistake), 130 (Ctrl-C) or 143 (SIGTERM)."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
+    arguments = [with_home(word, _ADVICE_OPTIONS) for word in words]
     try:
         with _ended_by_sigterm():
             _run(arguments)

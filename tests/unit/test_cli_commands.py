@@ -170,6 +170,33 @@ def test_named_values_are_text(typed: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("hydra.run.dir=~/runs", "/home/u/runs"),
+        ("+logger.csv.save_dir=~", "/home/u"),
+        ("resume=~/a/step-4.ckpt", "/home/u/a/step-4.ckpt"),
+        ("data.source=~/books", "~/books"),  # compared as they were given, and expanded where they are read
+        ("model.pretrained=~/olmoe", "~/olmoe"),
+        ("run_name=~/a", "~/a"),
+    ],
+)
+def test_the_home_folder_is_found_behind_an_equals_sign(
+    typed: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/u")
+    assert OverridesParser.create().parse_override(with_quotes(typed)).value() == value
+
+
+def test_options_of_advice_find_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SystemExit):
+        train.main(["--advise", "--config-dir=~/none"])
+    assert f"--config-dir {tmp_path / 'none'} is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "typed",
     ["seed=1", "seed=1,2", "a={b:1}", "a='x=1'", "a=[b,c]", "a=choice(b,c)", "~a", "recipes=chaos", "a.b=c/d=e", "a="],
 )

@@ -514,6 +514,14 @@ def test_tokenize(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_own_cache", "texts")
+def test_tokens_go_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert moe_data.main(["tokenize", "texts", "--tokenizer=bytes", "--out=~/out", "--workers=1"]) == 0
+    assert (tmp_path / "home/out/tokens.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.usefixtures("_own_cache", "texts")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -54,6 +54,7 @@ def test_names_are_put_together_like_paths() -> None:
     assert place == place_of(str(place))
     assert place_of("file:///tmp/x") == Path("/tmp/x")
     assert place_of("a/b") == Path("a/b")
+    assert place_of("~/a") == Path.home() / "a"
 
 
 @pytest.mark.slow

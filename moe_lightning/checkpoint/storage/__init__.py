@@ -33,7 +33,7 @@ _POSIX = PosixStorage()
 
 
 def place_of(text: str | os.PathLike[str]) -> Place:
-    """The place that a path or a URL means; `file://` is a path.
+    """The place that a path or a URL means; `file://` is a path, and a tilde the home folder.
 
     Raises:
         ConfigurationError: the URL has an unknown scheme, or names no bucket.
@@ -42,7 +42,7 @@ def place_of(text: str | os.PathLike[str]) -> Place:
         return text
     match = _URL.fullmatch(os.fspath(text))
     if match is None:
-        return Path(text)
+        return Path(os.path.expanduser(text))
     scheme, rest = match[1].lower(), match[2].strip("/")
     if scheme == "file":
         return Path(f"/{rest}")
