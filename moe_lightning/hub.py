@@ -76,7 +76,7 @@ class HubName:
 def hub_name(given: str) -> HubName | None:
     """Return the model that is named, also by the path of its tokenizer.json in it; None for a path."""
     match = _NAME.fullmatch(given)
-    if match is None or Path(given).exists():
+    if match is None or match["repository"].endswith(".json") or Path(given).exists():
         return None
     return HubName(repository=match["repository"], revision=match["revision"])
 
@@ -255,7 +255,8 @@ def _reason(name: HubName, key: str, error: Exception) -> str:
     errors, constants = package.errors, package.constants
     directory = name.repository.rpartition("/")[2]
     revision = "" if name.revision is None else f" --revision {name.revision}"
-    cure = f"run hf download {name.repository}{revision} --local-dir {directory}, and give {key}={directory}"
+    given = f"{directory}/{TOKENIZER}" if key == "tokenizer" else directory
+    cure = f"run hf download {name.repository}{revision} --local-dir {directory}, and give {key}={given}"
     if isinstance(error, errors.GatedRepoError):
         return f"is gated: accept its terms on {constants.ENDPOINT}/{name.repository}, and run hf auth login"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -269,8 +270,8 @@ def _reason(name: HubName, key: str, error: Exception) -> str:
         return "is neither on this machine nor a possible name on the Hub: check it"
     if constants.HF_HUB_OFFLINE:
         return (
-            "is neither on this machine nor in the cache of the Hub, and HF_HUB_OFFLINE forbids downloads: unset that, "
-            f"or where there is a network {cure}"
+            "is neither on this machine nor in the cache of the Hub, and HF_HUB_OFFLINE forbids downloads: set "
+            f"HF_HUB_OFFLINE=0, or where there is a network {cure}"
         )
     said = next(iter(str(error.__cause__ or error).strip().splitlines()), repr(error))
     return f"is not on this machine, and the Hub cannot be reached ({said}): where there is a network {cure}"

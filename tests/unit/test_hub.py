@@ -146,7 +146,21 @@ def publish(served: Served, name: str, **options: Any) -> Any:
 def test_names() -> None:
     names = {"a/b": "a/b", "a/b-1.c@v1": "a/b-1.c@v1", "a/b/tokenizer.json": "a/b", "a/b@x/y/tokenizer.json": "a/b@x/y"}
     assert {given: str(hub_name(given)) for given in names} == names
-    for path in ("", "a", "gpt2", "/a/b", "./a/b", "../a/b", "~/a", "a/b/c", "a/b@", "https://a/b", "tests/unit"):
+    for path in (
+        "tok/tokenizer.json",
+        "dir/my.json",
+        "",
+        "a",
+        "gpt2",
+        "/a/b",
+        "./a/b",
+        "../a/b",
+        "~/a",
+        "a/b/c",
+        "a/b@",
+        "https://a/b",
+        "tests/unit",
+    ):
         assert hub_name(path) is None, path
 
 
@@ -196,6 +210,12 @@ def test_a_revision_and_a_folder_of_the_same_name(served: Served) -> None:
     Path("org/tiny").mkdir(parents=True)
     assert weights_folder("org/tiny") == Path("org/tiny")
     assert served.requests == before
+
+
+def test_a_mistyped_path_of_a_tokenizer_is_not_asked_for(served: Served) -> None:
+    with pytest.raises(ConfigurationError, match=r"tokenizer='tok/tokenizer.json' does not exist; give the path of"):
+        check_tokenizer("tok/tokenizer.json")
+    assert served.requests == 0
 
 
 @pytest.mark.parametrize("spec", ["org/tiny", "org/tiny@v1", "org/tiny/tokenizer.json", "org/tiny@v1/tokenizer.json"])
@@ -259,14 +279,19 @@ def test_what_cannot_be_downloaded_is_one_sentence(served: Served, capfd: pytest
 
 
 def test_without_a_network(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    cure = r"where there is a network run hf download org/tiny --revision v1 --local-dir tiny, and give {}=tiny$"
+    cure = r"where there is a network run hf download org/tiny --revision v1 --local-dir tiny, and give {}$"
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigurationError, match=r"HF_HUB_OFFLINE forbids downloads: .* " + cure.format("pretrained")):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"HF_HUB_OFFLINE forbids downloads: set HF_HUB_OFFLINE=0, or " + cure.format("pretrained=tiny"),
+    ):
         model_folder("org/tiny@v1")
     assert served.requests == 0
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConfigurationError, match=r"the Hub cannot be reached \(.*\): " + cure.format("tokenizer")):
+    with pytest.raises(
+        ConfigurationError, match=r"the Hub cannot be reached \(.*\): " + cure.format("tokenizer=tiny/tokenizer.json")
+    ):
         check_tokenizer("org/tiny@v1")
 
 
