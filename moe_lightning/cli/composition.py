@@ -480,6 +480,10 @@ def _not_utf8(arguments: Sequence[str]) -> Path | None:
 
 
 def _sentence(error: Exception, overrides: Sequence[str], config_name: str) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        is_recipe = str(error.filename).endswith(".yaml")
+        cure = "make it readable" if is_recipe else "start from a folder of yours, or give hydra.run.dir=FOLDER"
+        return f"{one_line(error.filename)} cannot be used ({error.strerror}): {cure}"
     if isinstance(error, MissingConfigException):
         return _about_choice(error)
     if isinstance(error, OverrideParseException):

@@ -204,6 +204,18 @@ def test_other_values_stay(typed: str) -> None:
     assert with_quotes(typed) == typed
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra makes the folder of a run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").touch()
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["trainer.max_steps=1"])
+    err = capsys.readouterr().err
+    assert "outputs/quickstart cannot be used (Not a directory): start from a folder of yours, or give hydra.run" in err
+
+
 # ----------------------------------------------------------------------
 # What a search gets of a run: a finite metric, or one sentence; failures travel between processes.
 
