@@ -321,6 +321,7 @@ class SlowRankWatch:
         self._rank, self._size, self._stages, self._store = rank, size, stages, store
         self._values = LatestValues(store)
         self._due = _next_due()
+        self._early_s = 0.0  # by which the first rank may choose earlier, whose clock may be ahead
         self._samples: Counter[Sample] = Counter()
         self._since = time.time(), waits_s()
         self._published: tuple[int, int] | None = None
@@ -338,7 +339,7 @@ class SlowRankWatch:
     def is_due(self) -> bool:
         """Return True if this rank shall publish its steps: the first one has chosen some, or is the one to choose."""
         now = time.time()
-        if now < self._due or self._rank == 0:
+        if self._rank == 0 or now < self._due - self._early_s:
             return now >= self._due
         if self._chosen_by_first() is not None:
             return True
@@ -358,6 +359,8 @@ class SlowRankWatch:
         longest_s = max((s - waited.get(thread, 0.0) for thread, s in waits.items()), default=0.0)
         waiting, places = longest_s / max(now - began, 1e-9), _most_frequent(self._samples)
         found = timeline(*chosen, marks, calls, waiting=waiting, places=places) if chosen else None
+        if chosen and found is None:  # its record has dropped them by now
+            self._early_s = LARGEST_CLOCK_OFFSET_S
         if found is not None and found.steps != self._published:
             self._published = found.steps
             links = own_links()
@@ -367,7 +370,7 @@ class SlowRankWatch:
             if self._rank == 0:
                 self._store.set("slow/chosen", json.dumps((self._due, *found.steps)))
                 self._awaited_until = time.monotonic() + _PATIENCE_S
-        self._due, self._since = _next_due(), (now, waits)
+        self._due, self._since = _next_due(max(0.0, self._due + 1.0 - now)), (now, waits)
         self._samples.clear()
 
     def _chosen_by_first(self) -> tuple[int, int] | None:
