@@ -329,6 +329,7 @@ class SlowRankWatch:
         self._in_a_row: dict[str, int] = {}  # comparisons, by a rank or the address of a host
         self._links: list[Link] = []
         self.last: SlowRank | None = None
+        self._postpone()
 
     def sample(self, phase: str, frame: FrameType | None) -> None:
         """Record where the main thread is in a phase."""
@@ -361,7 +362,8 @@ class SlowRankWatch:
         found = timeline(*chosen, marks, calls, waiting=waiting, places=places) if chosen else None
         if chosen and found is None:  # its record has dropped them by now
             self._early_s = LARGEST_CLOCK_OFFSET_S
-        if found is not None and found.steps != self._published:
+        is_new = found is not None and found.steps != self._published
+        if found is not None and is_new:
             self._published = found.steps
             links = own_links()
             found = replace(found, links=since(self._links, links))
@@ -372,12 +374,21 @@ class SlowRankWatch:
                 self._awaited_until = time.monotonic() + _PATIENCE_S
         self._due, self._since = _next_due(max(0.0, self._due + 1.0 - now)), (now, waits)
         self._samples.clear()
+        if not is_new:
+            self._postpone()
+
+    def _postpone(self) -> None:
+        """Let no other rank ask for steps before the first one chooses some again."""
+        if self._rank == 0:
+            self._store.set("slow/chosen", json.dumps((self._due, 0, 0)))
 
     def _chosen_by_first(self) -> tuple[int, int] | None:
         if not self._store.check(["slow/chosen"]):
             return None
         due, first, number = json.loads(self._store.get("slow/chosen"))
-        return (first, number) if due == self._due else None
+        if number == 0:
+            self._due = max(self._due, due)
+        return (first, number) if due == self._due and number > 0 else None
 
     def compare(self) -> None:
         """Compare the ranks, on the first one, once all have published the same steps."""
@@ -402,6 +413,7 @@ class SlowRankWatch:
             if self._in_a_row[each] % _WINDOWS == 0:
                 write_to_terminal(line)
         self._due = _next_due((time.perf_counter() - began) / _MOST_SHARE)
+        self._postpone()
 
 
 def cost_of(host: SlowHost, rank: RankTimeline, step_s: float) -> str:
