@@ -80,9 +80,10 @@ class RecoveryPlanner:
         """
         assert self.sources is not None
         self._publish()  # a first snapshot of its session that is being copied counts, too
-        self._damaged = dict.fromkeys((snapshot.session for snapshot in self.sources.snapshots()), step)
-        if marks and self._damaged:
-            mark_damaged(self.sources.root, max(self._damaged), step)
+        sessions = {snapshot.session for snapshot in self.sources.snapshots()}
+        self._damaged |= {session: min(step, self._damaged.get(session, step)) for session in sessions}
+        if marks and sessions:
+            mark_damaged(self.sources.root, max(sessions), step)
 
     def plan(
         self,

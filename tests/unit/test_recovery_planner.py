@@ -418,6 +418,21 @@ def test_a_snapshot_that_was_being_copied_when_damage_was_found_is_not_used() ->
     assert planner.plan([RankInventory(rank=0, node="0")], World.single(), **asked)[0].version == 3
 
 
+def test_what_was_saved_after_a_first_damage_is_not_used_after_a_second_one() -> None:
+    class Sources:
+        def snapshots(self) -> list[SnapshotInventory]:
+            return [snapshot(step, (0, step), (1, step)) for step in (3, 5)]
+
+        def newest_checkpoint(self) -> None:
+            return None
+
+    planner = RecoveryPlanner(Sources())  # type: ignore[arg-type]
+    planner.distrust_after(3, marks=False)
+    planner.distrust_after(9, marks=False)
+    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 9, "has_trained": True}
+    assert planner.plan([RankInventory(rank=0, node="0")], World.single(), **asked)[0].version == 3
+
+
 def test_memory_that_cannot_be_read_ends_a_recovery_on_every_rank() -> None:
     class Sources:
         def snapshots(self) -> list[SnapshotInventory]:
