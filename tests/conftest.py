@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests.forks import FORKS, PRELOADED
-from tests.leftovers import Leftovers, claim_processes
+from tests.forks import FORKS, PRELOADED, claim_processes
 from tests.races import rerun_known_races
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 claim_processes()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
-torch.set_num_threads(1)  # the ranks of a distributed test share the machine's few cores
 
 # How long examples take to make says how busy the machine is.
 settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -46,6 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Take modules and tests out of garbage collection, because every Trainer that ends collects all that is left; let
     the server of forks import all that ours need, whatever the modules of tests have set."""
+    import torch  # not in the process that only hands tests to others
+
+    torch.set_num_threads(1)  # the ranks of a distributed test share the machine's few cores
     FORKS.set_forkserver_preload(PRELOADED)
     gc.collect()
     gc.freeze()
@@ -103,6 +103,8 @@ def _nothing_left(_this_workers_temporary_folder: Path, tmp_path_factory: pytest
     if sys.platform != "linux":
         yield
         return
+    from tests.leftovers import Leftovers  # it imports torch
+
     leftovers = Leftovers(_this_workers_temporary_folder, tmp_path_factory.getbasetemp())
     yield
     if "wandb" in sys.modules:

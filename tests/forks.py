@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
@@ -49,6 +50,14 @@ PRELOADED = [
 FORKS.set_forkserver_preload(PRELOADED)
 PATIENCE_S = 240.0
 """How long tests wait for what takes a second: a machine may be busy with others, and pytest ends a test at 300."""
+
+
+OWNER = "MOE_LIGHTNING_TESTS_OF"
+
+
+def claim_processes() -> None:
+    """Let everything that this process starts from now on be known as its own."""
+    os.environ[OWNER] = str(os.getpid())
 
 
 def fork(target: Callable[..., object], *args: Any, daemon: bool = False) -> BaseProcess:

@@ -166,6 +166,9 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+VARIANTS = ("mixtral_tied", "mixtral_one_choice", "olmoe_normalised", "deepseek_plain", "ernie_unshared")
+"""Other routers, ties and biases of architectures that are there, with the same masks and caches."""
+
 RECURRENT = ("jamba", "minimax", "qwen3_5")
 """Those with layers that carry a state from token to token."""
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from moe_lightning.checkpoint.agent_handle import LOCK
 from moe_lightning.checkpoint.arena import MEMORY, NAMED
 from tests.distributed.harness import IDLE
+from tests.forks import OWNER
 
-_OWNER = "MOE_LIGHTNING_TESTS_OF"
 _LISTENS = "0A"
 _PATIENCE_S = 30.0  # an agent writes what its workers left before it goes
 _POLL_S = 0.05
@@ -55,11 +55,6 @@ class Leftovers:
         ]
 
 
-def claim_processes() -> None:
-    """Let everything that this process starts from now on be known as its own."""
-    os.environ[_OWNER] = str(os.getpid())
-
-
 def processes() -> dict[int, str]:
     """pid -> command of what this process started, directly or not, and what lives still; but for the two helpers that
     multiprocessing keeps, and ranks that wait for the next world."""
@@ -84,7 +79,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def _marked() -> set[int]:
-    mark, found = f"{_OWNER}={os.getpid()}".encode(), set()
+    mark, found = f"{OWNER}={os.getpid()}".encode(), set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (folder / "environ").read_bytes().split(b"\0"):

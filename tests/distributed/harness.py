@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import pickle
+import random
 import tempfile
 import threading
 import time
@@ -87,8 +88,9 @@ def run_ranks(
 def run_pooled(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """As `run_ranks`, in processes that other worlds have used and will use.
 
-    The function replaces no part of a module and breaks no training off; its process groups, and what it sets in the
-    environment and for warnings, end with it. A rank that failed or keeps a thread is not used again.
+    The function replaces no part of a module and breaks no training off but where all ranks refuse it alike. Its
+    process groups, and what it sets in the environment and for warnings, end with it. A rank that failed or keeps a
+    thread is not used again.
     """
     return run_ranks(world_size, function, *args, pooled=True)
 
@@ -164,6 +166,8 @@ def _run_job(pipe: Connection, job: bytes) -> None:
     try:
         rank, world_size, folder, function, args = pickle.loads(job)  # noqa: S301
         os.chdir(folder)
+        torch.manual_seed(0)  # as in a fresh process: the same on all ranks of all worlds
+        random.seed(0)
         if world_size > 1:
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

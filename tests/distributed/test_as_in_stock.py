@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.test_hook_order import fitted, trainer_of
 from tests.distributed.test_users_modules import Base, Options, Seen, tokens
 from tests.distributed.training import RandomTokens
@@ -86,8 +86,8 @@ class Halved(Base):
 
 def test_weights_in_float16_train() -> None:
     (expected,) = run_ranks(1, in_half, None)
-    assert run_ranks(1, in_half, {}) == [expected]
-    for found in run_ranks(2, in_half, {}):
+    assert run_pooled(1, in_half, {}) == [expected]
+    for found in run_pooled(2, in_half, {}):
         np.testing.assert_allclose(found, expected, rtol=0, atol=0.02)
 
 
@@ -137,7 +137,7 @@ def missing(rank: int, world_size: int, path: Path) -> Any:
 
 @pytest.mark.parametrize("name", ["none.ckpt", "none"])
 def test_a_missing_checkpoint_is_a_missing_file(name: str, tmp_path: Path) -> None:
-    for said in run_ranks(2, missing, tmp_path / name):
+    for said in run_pooled(2, missing, tmp_path / name):
         cure = "give the path of a .ckpt file or of a directory of checkpoints"
         assert said == (f"the checkpoint {tmp_path / name} does not exist: {cure}", True)
 

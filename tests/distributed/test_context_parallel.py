@@ -19,7 +19,7 @@ from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import StreamDropout
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_meshes import CASES, CP2, LLAMA, reference, run
 from tests.distributed.test_uneven_ranks import Slices
@@ -126,8 +126,8 @@ def use(rank: int, world_size: int, *, cp: int, **options: Any) -> dict[str, Any
     ("ranks", "cp", "heads", "manual"), [(2, 2, 2, False), slow(4, 2, 1, True), slow(4, 4, 2, False)]
 )
 def test_a_users_module_sees_parts_and_answers_wholes(ranks: int, cp: int, heads: int, manual: bool) -> None:
-    (alone,) = run_ranks(1, partial(use, cp=1, heads=heads, manual=manual))
-    results = run_ranks(ranks, partial(use, cp=cp, heads=heads, manual=manual))
+    (alone,) = run_pooled(1, partial(use, cp=1, heads=heads, manual=manual))
+    results = run_pooled(ranks, partial(use, cp=cp, heads=heads, manual=manual))
     for result in results:
         assert result["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
         assert result["scores"] == pytest.approx(alone["scores"], abs=TOLERANCE)
@@ -219,5 +219,5 @@ def refusal(rank: int, world_size: int, kind: Callable[[], pl.LightningModule], 
     ],
 )  # fmt: skip
 def test_what_would_be_wrong_is_refused_in_a_sentence(kind: Any, data: Any, words: str) -> None:
-    for found in run_ranks(2, partial(refusal, kind=kind, data=data)):
+    for found in run_pooled(2, partial(refusal, kind=kind, data=data)):
         assert words in found

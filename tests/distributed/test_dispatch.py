@@ -15,7 +15,7 @@ from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, dispatch_groups, uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 
 CASES = 25
 D_MODEL = 3
@@ -92,7 +92,7 @@ def check_cases(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_assignment_is_computed_exactly_once(world_size: int) -> None:
-    computed = np.array(run_ranks(world_size, check_cases))
+    computed = np.array(run_pooled(world_size, check_cases))
     for seed in range(CASES):
         case = random_case(seed, world_size)
         assert computed[:, seed].sum() == sum(int((ids >= 0).sum()) for ids in case["ids"])
@@ -135,7 +135,7 @@ def tokens_stay_in_their_precision(rank: int, world_size: int) -> tuple[torch.dt
 
 
 def test_bf16_rows_travel_as_they_are() -> None:
-    assert run_ranks(2, tokens_stay_in_their_precision) == [(torch.bfloat16, True)] * 2
+    assert run_pooled(2, tokens_stay_in_their_precision) == [(torch.bfloat16, True)] * 2
 
 
 def wrong_dispatchers(rank: int, world_size: int) -> list[str]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from moe_lightning.errors import ConfigurationError
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 
 
@@ -112,7 +112,7 @@ def predicted(rank: int, world_size: int) -> list[Any]:
 
 
 def test_predictions_of_any_kind_have_no_rows_of_dummy_batches() -> None:
-    texts, arrays, ids = ([*chain(*each)] for each in zip(*run_ranks(4, predicted), strict=True))
+    texts, arrays, ids = ([*chain(*each)] for each in zip(*run_pooled(4, predicted), strict=True))
     assert [int(text) for text in texts] == arrays == ids == [int(RandomTokens()[i][0][0]) for i in range(2)]
 
 
@@ -136,7 +136,7 @@ def test_shares_of_different_sizes_are_not_gathered() -> None:
 
 
 def test_sums_of_users_count_every_sample_once() -> None:
-    ranks = run_ranks(4, counts_of)
+    ranks = run_pooled(4, counts_of)
     assert sum(rank["buffer"] for rank in ranks) == 3
     for name in ("number", "tensor", "kept", "lazily"):
         assert sum(rank[name] for rank in ranks) == 21, name

@@ -91,7 +91,7 @@ def move_at_random(rank: int, world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rows_arrive_where_they_belong_and_vacant_ones_are_zero(world_size: int) -> None:
-    moved = run_ranks(world_size, move_at_random)
+    moved = run_pooled(world_size, move_at_random)
     assert moved[0] > 0
     assert len(set(moved)) == 1
 

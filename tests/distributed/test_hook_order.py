@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import ConfigurationError
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.test_users_modules import Base, Options, Seen, stock_trainer, tokens
 from tests.distributed.training import make_trainer
 from tests.parameters import slow
@@ -98,7 +98,7 @@ def test_a_module_may_replace_parameters_when_it_is_restored(
     kind: type[Base], world_size: int, strategy: Options, tmp_path: Path
 ) -> None:
     (expected,) = run_ranks(1, resumed, kind, None, str(tmp_path / "stock.ckpt"))
-    ranks = run_ranks(world_size, resumed, kind, strategy, str(tmp_path / "ours.ckpt"))
+    ranks = run_pooled(world_size, resumed, kind, strategy, str(tmp_path / "ours.ckpt"))
     for found in ranks:
         assert found["start"][0] == expected["start"][0] == 4
         assert found["start"][1] == pytest.approx(expected["start"][1], abs=1e-4)
@@ -110,7 +110,7 @@ def test_a_module_may_replace_parameters_when_it_is_restored(
 
 
 def test_parameters_that_are_cut_cannot_be_replaced(tmp_path: Path) -> None:
-    for said in run_ranks(2, resumed, Resized, {"dense": "fsdp"}, str(tmp_path / "ours.ckpt")):
+    for said in run_pooled(2, resumed, Resized, {"dense": "fsdp"}, str(tmp_path / "ours.ckpt")):
         assert "replaces the parameter embed.weight in on_load_checkpoint" in said
         assert "\n" not in said
 
@@ -149,7 +149,7 @@ def planned(rank: int, world_size: int, strategy: Options | None) -> Any:
 def test_the_number_of_steps_is_known_before_the_strategy_is_set_up(world_size: int) -> None:
     ((asked, steps, values),) = run_ranks(1, planned, None)
     assert asked == [8, 8, 8]
-    for found in run_ranks(world_size, planned, {}):
+    for found in run_pooled(world_size, planned, {}):
         assert found[:2] == (asked, steps)
         np.testing.assert_allclose([v for _, v in found[2]], [v for _, v in values], rtol=0, atol=1e-5)
 

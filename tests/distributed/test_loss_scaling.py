@@ -18,7 +18,7 @@ from moe_lightning import GPTModule, MoELayer, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.compat.private_torch import SharedScaler
 from moe_lightning.errors import ConfigurationError
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer, stepped
 from tests.parameters import slow
 
@@ -120,8 +120,8 @@ def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
 def test_all_ranks_skip_the_same_updates(ranks: int, strategy: dict[str, Any], kinds: dict[str, Any]) -> None:
     """Nothing of the model changes in a skipped step: no weight, no selection bias."""
     known = {"gradient_clip_val": None if kinds else 0.1}
-    (alone,) = run_ranks(1, partial(train, **known), {}, kinds)
-    found = run_ranks(ranks, partial(train, **known), strategy, kinds)
+    (alone,) = run_pooled(1, partial(train, **known), {}, kinds)
+    found = run_pooled(ranks, partial(train, **known), strategy, kinds)
     assert alone["skipped"] == alone["unchanged"] == SKIPPED
     for result in found:
         assert result["skipped"] == result["unchanged"] == SKIPPED
@@ -131,12 +131,12 @@ def test_all_ranks_skip_the_same_updates(ranks: int, strategy: dict[str, Any], k
 
 @pytest.mark.parametrize("stop", ["end", "skip"])
 def test_overflows_that_are_clipped_by_hand_are_no_damage(stop: str) -> None:
-    (found,) = run_ranks(1, train, {"stop_on_nan": stop}, {"manual": True, "clip": 0.1})
+    (found,) = run_pooled(1, train, {"stop_on_nan": stop}, {"manual": True, "clip": 0.1})
     assert found["skipped"] == found["unchanged"] == SKIPPED
 
 
 def test_an_overflow_of_one_rank_is_one_of_all() -> None:
-    found = run_ranks(
+    found = run_pooled(
         2, partial(train, **scaling(scaler(init_scale=16.0, growth_interval=100))), {}, {"only_expert": 0}
     )
     for result in found:
@@ -165,9 +165,9 @@ def resume(rank: int, world_size: int, source: str) -> list[float]:
 
 
 def test_the_scale_is_saved_and_restored_on_other_ranks(tmp_path: Path) -> None:
-    (quiet,) = run_ranks(1, train, {}, {})
+    (quiet,) = run_pooled(1, train, {}, {})
     assert run_ranks(2, save, str(tmp_path)) == [quiet["scales"][:6]] * 2
-    assert run_ranks(1, resume, str(tmp_path / "one.ckpt")) == [quiet["scales"][6:]]
+    assert run_pooled(1, resume, str(tmp_path / "one.ckpt")) == [quiet["scales"][6:]]
     assert run_ranks(2, resume, str(tmp_path / "steps")) == [quiet["scales"][6:]] * 2
 
 

@@ -404,8 +404,8 @@ def evaluate(
 
 
 def test_evaluation_and_prediction_run_through_the_stages() -> None:
-    ((first, scores, predicted),) = run_ranks(1, partial(evaluate, strategy={}, accumulate=3))
-    ranks = run_ranks(2, partial(evaluate, strategy={"mesh": {"pp": 2}, "micro_batches": 3}))
+    ((first, scores, predicted),) = run_pooled(1, partial(evaluate, strategy={}, accumulate=3))
+    ranks = run_pooled(2, partial(evaluate, strategy={"mesh": {"pp": 2}, "micro_batches": 3}))
     for found_first, found_scores, found in ranks:
         assert found_first == pytest.approx(first, abs=TOLERANCE)
         assert found_scores == pytest.approx(scores, abs=TOLERANCE)
@@ -449,8 +449,8 @@ def validated(rank: int, world_size: int, strategy: dict[str, Any]) -> list[floa
 
 
 def test_the_result_of_a_validation_is_weighted_as_its_micro_batches_are() -> None:
-    ((*alone,),) = run_ranks(1, partial(validated, strategy={}))
-    for found in run_ranks(2, partial(validated, strategy={"mesh": {"pp": 2}, "micro_batches": 3})):
+    ((*alone,),) = run_pooled(1, partial(validated, strategy={}))
+    for found in run_pooled(2, partial(validated, strategy={"mesh": {"pp": 2}, "micro_batches": 3})):
         assert found == pytest.approx(alone, abs=TOLERANCE)
 
 
@@ -476,7 +476,7 @@ class Attending(Own):
 
 @pytest.mark.slow
 def test_a_users_module_sees_parts_and_answers_wholes() -> None:
-    ((first, scores, predicted),) = run_ranks(1, partial(evaluate, strategy={}, accumulate=3, kind=Attending))
+    ((first, scores, predicted),) = run_pooled(1, partial(evaluate, strategy={}, accumulate=3, kind=Attending))
     ranks = run_ranks(4, partial(evaluate, strategy={"mesh": {"pp": 2, "cp": 2}, "micro_batches": 3}, kind=Attending))
     for rank, (found_first, found_scores, found) in enumerate(ranks):
         assert found_first == pytest.approx(first, abs=TOLERANCE)
@@ -517,8 +517,8 @@ def fit_twice(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[Any
 
 
 def test_a_module_is_whole_after_training_and_trains_again() -> None:
-    ranks = run_ranks(4, partial(fit_twice, strategy={"mesh": {"pp": 2}, "micro_batches": 2}))
-    ((expected, loss),) = run_ranks(1, partial(fit_twice, strategy={}))
+    ranks = run_pooled(4, partial(fit_twice, strategy={"mesh": {"pp": 2}, "micro_batches": 2}))
+    ((expected, loss),) = run_pooled(1, partial(fit_twice, strategy={}))
     for logits, found in ranks:
         np.testing.assert_array_equal(logits, ranks[0][0])
         np.testing.assert_allclose(logits, expected, atol=0.05)  # auxiliary losses are of micro-batches
@@ -549,7 +549,7 @@ def counted(rank: int, world_size: int) -> int:
 
 
 def test_buffers_of_blocks_that_ranks_write_for_themselves_are_no_damage() -> None:
-    assert run_ranks(4, counted) == [3] * 4
+    assert run_pooled(4, counted) == [3] * 4
 
 
 # ---------------------------------------------------------------------- refusals

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset, random_split
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.failures import explained
 from moe_lightning.strategies.state_check import StateCheck
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 
 
@@ -46,12 +46,12 @@ def fit(rank: int, world_size: int, kind: str) -> str | int:
     ],
 )
 def test_other_data_on_a_rank_are_refused(kind: str, sentence: str) -> None:
-    for message in run_ranks(2, fit, kind):
+    for message in run_pooled(2, fit, kind):
         assert sentence in str(message)
 
 
 def test_a_split_that_all_ranks_have_is_trained_on() -> None:
-    assert run_ranks(2, fit, "same") == [1, 1]
+    assert run_pooled(2, fit, "same") == [1, 1]
 
 
 class OwnRates(OwnModule):

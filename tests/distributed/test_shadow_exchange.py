@@ -19,7 +19,7 @@ from moe_lightning.dispatch.quota import ShadowPlan, shadow_quota
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
@@ -62,7 +62,7 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", [slow(2), 4])
 def test_tokens_reach_residents_and_shadows_as_planned(world_size: int) -> None:
-    assert run_ranks(world_size, dispatch_with_shadows)[0] > 0
+    assert run_pooled(world_size, dispatch_with_shadows)[0] > 0
 
 
 def padded_equals_plain(rank: int, world_size: int) -> tuple[int, int, int]:
@@ -88,7 +88,7 @@ def padded_equals_plain(rank: int, world_size: int) -> tuple[int, int, int]:
 
 def test_the_padded_baseline_differs_in_what_travels_only() -> None:
     for world_size in (2, 3):
-        for plain, padded, fullest in run_ranks(world_size, padded_equals_plain):
+        for plain, padded, fullest in run_pooled(world_size, padded_equals_plain):
             assert padded > plain
             assert padded == fullest * 6 * (world_size - 1) // world_size
 
@@ -133,7 +133,7 @@ def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [slow(2), 3])
 def test_weights_come_and_gradients_go_home(world_size: int) -> None:
-    results = run_ranks(world_size, visit_and_return)
+    results = run_pooled(world_size, visit_and_return)
     visited = {0: range(1, world_size), 1: [rank for rank in range(world_size) if rank != 1]}
     for home, ranks in visited.items():
         expected = 2.0 * sum(rank + 1.0 for rank in ranks)  # two micro-batches
@@ -203,8 +203,8 @@ def train_checkpointed(rank: int, world_size: int, shadows: bool) -> tuple[list[
 
 
 def test_shadows_under_activation_checkpointing() -> None:
-    expected, _ = run_ranks(1, train_checkpointed, False)[0]
-    for losses, shadow_copies in run_ranks(2, train_checkpointed, True):
+    expected, _ = run_pooled(1, train_checkpointed, False)[0]
+    for losses, shadow_copies in run_pooled(2, train_checkpointed, True):
         assert shadow_copies > 0
         np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
 

@@ -33,7 +33,7 @@ from moe_lightning.strategies.checks import identical_buffers, require_updates_b
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 from tests.chaos.elastic_worker import state_digests
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer, train
 from tests.parameters import slow
 
@@ -198,7 +198,7 @@ def compare(rank: int, world_size: int, change: dict[int, tuple[int, int, int]])
     ],
 )
 def test_one_bit_is_found_and_named(change: dict[int, tuple[int, int, int]], expected: list[Any]) -> None:
-    results = run_ranks(3, compare, change)
+    results = run_pooled(3, compare, change)
     assert results[0] == results[1] == results[2]
     assert [(d.name, d.groups) for d in results[0]] == expected
 
@@ -229,7 +229,7 @@ def fit_normed(rank: int, world_size: int) -> tuple[list[str], str]:
 
 
 def test_running_statistics_inside_of_our_layers_may_differ() -> None:
-    for names, error in run_ranks(2, fit_normed):
+    for names, error in run_pooled(2, fit_normed):
         assert error == ""
         assert not any("norm" in name for name in names)
         assert any(name.startswith("moe.router.") for name in names)
@@ -338,7 +338,7 @@ def compare_odd(rank: int, world_size: int, changed: str) -> list[str]:
 
 @pytest.mark.parametrize("changed", ["", "scalar", "vector", "narrow"])
 def test_parameters_of_any_shape_and_type_are_compared(changed: str) -> None:
-    assert run_ranks(2, compare_odd, changed) == [[changed] if changed else []] * 2
+    assert run_pooled(2, compare_odd, changed) == [[changed] if changed else []] * 2
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -409,7 +409,7 @@ def flip_bits(
 def test_a_flipped_bit_is_found_wherever_several_ranks_hold_it(
     ranks: int, strategy: dict[str, Any], options: dict[str, Any], kinds: list[str]
 ) -> None:
-    results = run_ranks(ranks, flip_bits, strategy, options)
+    results = run_pooled(ranks, flip_bits, strategy, options)
     flipped = [name for names, _ in results for name in names]
     assert len(flipped) == 20
     assert [unseen for _, unseen in results] == [[]] * ranks

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, auxiliary_loss
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, Recorder, make_trainer, replicas_of
 from tests.parameters import slow
 
@@ -89,8 +89,8 @@ def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, 
     ("world_size", "strategy"), [slow(2, {}), (4, {"replicas": 2}), slow(2, {"placement": LOPSIDED})]
 )
 def test_evaluation_sees_every_sample_once(world_size: int, strategy: dict[str, Any]) -> None:
-    alone: dict[str, Any] = run_ranks(1, evaluate, {})[0]
-    ranks: list[dict[str, Any]] = run_ranks(world_size, evaluate, strategy)
+    alone: dict[str, Any] = run_pooled(1, evaluate, {})[0]
+    ranks: list[dict[str, Any]] = run_pooled(world_size, evaluate, strategy)
     for kind in ("validated", "tested"):
         assert sorted(sample for result in ranks for sample in result[kind]) == sorted(alone[kind])
     for result in ranks:
@@ -128,8 +128,8 @@ def fit_validate_fit(rank: int, world_size: int, strategy: dict[str, Any]) -> di
     [slow(2, {"placement": LOPSIDED}), slow(2, {"replicas": 2, "dense": "zero1"}), (3, {"placement": HOLLOW})],
 )
 def test_fit_then_validate_then_fit(world_size: int, strategy: dict[str, Any]) -> None:
-    alone = run_ranks(1, fit_validate_fit, {})[0]
-    for result in run_ranks(world_size, fit_validate_fit, strategy):
+    alone = run_pooled(1, fit_validate_fit, {})[0]
+    for result in run_pooled(world_size, fit_validate_fit, strategy):
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["validations"], alone["validations"], rtol=0, atol=1e-5)
         assert len(result["losses"]) == 8
@@ -182,7 +182,7 @@ def fit_manually(rank: int, world_size: int, strategy: dict[str, Any], algorithm
 
 @cache
 def manual_reference(algorithm: str) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, fit_manually, {}, algorithm)[0]
+    result: dict[str, Any] = run_pooled(1, fit_manually, {}, algorithm)[0]
     return result
 
 
@@ -197,7 +197,7 @@ def manual_reference(algorithm: str) -> dict[str, Any]:
     ],
 )
 def test_manual_optimization(world_size: int, strategy: dict[str, Any], algorithm: str) -> None:
-    alone, ranks = manual_reference(algorithm), run_ranks(world_size, fit_manually, strategy, algorithm)
+    alone, ranks = manual_reference(algorithm), run_pooled(world_size, fit_manually, strategy, algorithm)
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=0, atol=1e-5)
     assert_close(ranks[0]["state"], alone["state"])
 
@@ -252,11 +252,11 @@ def fit_module(
     ],
 )
 def test_modules_of_users(kind: str, options: dict[str, Any]) -> None:
-    alone = run_ranks(1, fit_module, {}, kind, options)[0]
-    result = run_ranks(2, fit_module, {"replicas": 2}, kind, options)[0]
+    alone = run_pooled(1, fit_module, {}, kind, options)[0]
+    result = run_pooled(2, fit_module, {"replicas": 2}, kind, options)[0]
     np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5)
     assert_close(result["state"], alone["state"])
-    uniform = run_ranks(2, fit_module, {}, kind, options)[0]
+    uniform = run_pooled(2, fit_module, {}, kind, options)[0]
     assert_close(uniform["state"], alone["state"])
 
 
@@ -283,18 +283,18 @@ def fit_two_loaders(
 
 @pytest.mark.parametrize("sizes", [slow((7, 7)), (8, 4)])
 def test_joined_loaders_are_weighed_right(sizes: tuple[int, int]) -> None:
-    alone = run_ranks(1, fit_two_loaders, sizes)[0]
-    assert_close(run_ranks(2, fit_two_loaders, sizes)[0], alone)
+    alone = run_pooled(1, fit_two_loaders, sizes)[0]
+    assert_close(run_pooled(2, fit_two_loaders, sizes)[0], alone)
 
 
 def test_joined_loaders_that_no_weight_fits_are_refused() -> None:
-    for message in run_ranks(2, fit_two_loaders, (8, 5)):
+    for message in run_pooled(2, fit_two_loaders, (8, 5)):
         assert "joined loaders of [5, 8] samples a batch cannot be cut into 2 parts alike" in message
         assert "use one batch size" in message
-    for message in run_ranks(2, fit_two_loaders, (7, 7), False):
+    for message in run_pooled(2, fit_two_loaders, (7, 7), False):
         assert "joined loaders of [60, 96] samples end in partial batches at different steps" in message
         assert "set drop_last=True" in message
-    assert not isinstance(run_ranks(1, fit_two_loaders, (7, 7), False)[0], str)
+    assert not isinstance(run_pooled(1, fit_two_loaders, (7, 7), False)[0], str)
 
 
 def validate_two_loaders(rank: int, world_size: int, sizes: tuple[int, int]) -> float | str:
@@ -312,8 +312,8 @@ def validate_two_loaders(rank: int, world_size: int, sizes: tuple[int, int]) -> 
 
 
 def test_validation_of_joined_loaders_is_the_same_or_refused() -> None:
-    assert run_ranks(4, validate_two_loaders, (8, 4))[0] == pytest.approx(validate_two_loaders(0, 1, (8, 4)), abs=1e-5)
-    for message in run_ranks(4, validate_two_loaders, (8, 6)):
+    assert run_pooled(4, validate_two_loaders, (8, 4))[0] == pytest.approx(validate_two_loaders(0, 1, (8, 4)), abs=1e-5)
+    for message in run_pooled(4, validate_two_loaders, (8, 6)):
         assert "joined loaders of [6, 8] samples a batch cannot be cut into 4 parts alike" in message
 
 

@@ -23,7 +23,7 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.tensor import Columns, Gathered, Parted, Plan, Rows, TensorRanks
 from moe_lightning.strategies.checks import require_own_sharding
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.test_meshes import LLAMA, TP2, run, save
 from tests.distributed.training import TINY, RandomTokens, make_trainer, stepped, train
@@ -68,7 +68,7 @@ def exchanges(rank: int, world_size: int) -> None:
 
 
 def test_exchanges_have_the_gradients_of_the_sum_of_losses() -> None:
-    run_ranks(2, exchanges)  # which asserts on every rank
+    run_pooled(2, exchanges)  # which asserts on every rank
 
 
 # ---------------------------------------------------------------------- users' modules
@@ -204,8 +204,8 @@ def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[floa
 
 
 def test_evaluation_alone_is_that_of_one_rank() -> None:
-    ((alone, _),) = run_ranks(1, partial(evaluate, strategy={}))
-    for loss, predictions in run_ranks(4, partial(evaluate, strategy=TP2)):
+    ((alone, _),) = run_pooled(1, partial(evaluate, strategy={}))
+    for loss, predictions in run_pooled(4, partial(evaluate, strategy=TP2)):
         assert loss == pytest.approx(alone, abs=TOLERANCE)
         assert predictions == [(5, 16)] * 3
 
@@ -229,7 +229,7 @@ def watched(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, i
     "options", [{"strategy": TP2}, {"strategy": {"mesh": {"pp": 2}}, "model": {"tie_embeddings": False}}]
 )
 def test_each_token_is_counted_once(options: dict[str, Any]) -> None:
-    assert run_ranks(4, partial(watched, options=options)) == [(3 * 12 * 16, 3 * 12 * 16)] * 4
+    assert run_pooled(4, partial(watched, options=options)) == [(3 * 12 * 16, 3 * 12 * 16)] * 4
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -268,7 +268,7 @@ def test_who_deals_out_parameters_otherwise_is_refused() -> None:
     ],
 )
 def test_layers_that_cannot_be_dealt_out_are_refused(options: dict[str, Any], words: str) -> None:
-    assert all(words in found for found in run_ranks(2, partial(refusal, options=options)))
+    assert all(words in found for found in run_pooled(2, partial(refusal, options=options)))
 
 
 def odd_sequences(rank: int, world_size: int) -> str:
@@ -281,5 +281,5 @@ def odd_sequences(rank: int, world_size: int) -> str:
 
 def test_sequences_that_cannot_be_dealt_out_are_refused() -> None:
     assert all(
-        "15 positions of a sequence are not a multiple of mesh.tp=2" in found for found in run_ranks(2, odd_sequences)
+        "15 positions of a sequence are not a multiple of mesh.tp=2" in found for found in run_pooled(2, odd_sequences)
     )

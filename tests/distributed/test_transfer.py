@@ -19,7 +19,7 @@ from moe_lightning.state import transfer as module
 from moe_lightning.state.pieces import Block, StatePiece
 from moe_lightning.state.transfer import Unit, gather, reshard, transfer, without_memory
 from moe_lightning.strategies.train_state import TrainState
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.training import train
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -62,7 +62,7 @@ def gathered(rank: int, world_size: int, most_bytes: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("world_size", "most_bytes"), [(1, 16), (2, 1 << 20), (4, 32)])
 def test_everything_arrives_where_it_is_wanted(world_size: int, most_bytes: int) -> None:
-    root, *others = run_ranks(world_size, gathered, most_bytes)
+    root, *others = run_pooled(world_size, gathered, most_bytes)
     assert all(list(other) == ["table"] for other in others)
     expected = {k: t.detach() for k, t in values().items()} | {"table": torch.arange(60.0).view(5, 12)}
     assert set(root) == set(expected)
@@ -177,7 +177,7 @@ def resharded(rank: int, world_size: int, rounds: int) -> int:
 
 
 def test_blocks_with_their_moments_come_from_any_layout_to_any_other() -> None:
-    assert min(run_ranks(3, resharded, 60)) > 30
+    assert min(run_pooled(3, resharded, 60)) > 30
 
 
 def one_meeting(rank: int, world_size: int) -> int:

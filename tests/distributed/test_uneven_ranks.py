@@ -23,7 +23,7 @@ from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.rank_clock import RankClock, Rates
 from moe_lightning.errors import ConfigurationError
 from tests.distributed import training
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import SKEWED, TOLERANCE
 from tests.parameters import slow
 
@@ -192,7 +192,7 @@ def refusals(rank: int, world_size: int, balancer: dict[str, Any]) -> str:
     ],
 )
 def test_what_does_not_fit_the_ranks_is_one_sentence(balancer: dict[str, Any], said: str) -> None:
-    assert all(said in told for told in run_ranks(2, refusals, balancer))
+    assert all(said in told for told in run_pooled(2, refusals, balancer))
 
 
 def burnt(rank: int, world_size: int) -> dict[str, Any]:

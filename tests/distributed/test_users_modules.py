@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 from torchmetrics import MeanMetric
 
 from moe_lightning import ConfigurationError, auxiliary_loss
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
 from tests.programs import TESTS, run_program
@@ -269,7 +269,7 @@ ALONE = ("ragged", "accumulated", "two players")
 
 @pytest.mark.parametrize("name", [name if name in ALONE else slow(name) for name in CASES])
 def test_one_rank_does_what_stock_lightning_does(name: str) -> None:
-    found = run_ranks(1, fit, name, {})[0]
+    found = run_pooled(1, fit, name, {})[0]
     assert_alike(found, stock(name), 1e-6)
     for mine, theirs in zip(found["predicted"], stock(name)["predicted"], strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -290,7 +290,7 @@ FEW_OF_SEVERAL_RANKS = ("in order", "fewer than a batch", "accumulated", "limite
     ],
 )
 def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
-    ranks = run_ranks(world_size, fit, name, CASES[name].strategy)
+    ranks = run_pooled(world_size, fit, name, CASES[name].strategy)
     for result in ranks:
         assert_alike(result, stock(name), 1e-5)
     for batch, whole in enumerate(stock(name)["predicted"]):
@@ -300,7 +300,7 @@ def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", ["two players", "other players' gradients"])
 def test_optimizers_clear_and_freeze_what_other_ranks_update(name: str) -> None:
     strategy = {"dense": "zero1", "find_unused_parameters": True}
-    for result in run_ranks(2, fit, name, strategy):
+    for result in run_pooled(2, fit, name, strategy):
         assert_alike(result, stock(name), 1e-5)
 
 
@@ -360,7 +360,7 @@ def fit_loader(rank: int, world_size: int, kind: str, strategy: Options | None) 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_one_rank_takes_any_loader_as_it_is(kind: str) -> None:
-    (found,), (expected,) = run_ranks(1, fit_loader, kind, {}), run_ranks(1, fit_loader, kind, None)
+    (found,), (expected,) = run_pooled(1, fit_loader, kind, {}), run_ranks(1, fit_loader, kind, None)
     assert [name for name, _ in found] == [name for name, _ in expected]
     np.testing.assert_allclose([v for _, v in found], [v for _, v in expected], rtol=0, atol=1e-6)
 
@@ -373,7 +373,7 @@ def test_one_rank_takes_any_loader_as_it_is(kind: str) -> None:
     ],
 )
 def test_several_ranks_refuse_what_cannot_be_cut(kind: str, sentence: str) -> None:
-    for message in run_ranks(2, fit_loader, kind, {}):
+    for message in run_pooled(2, fit_loader, kind, {}):
         assert sentence in message
         assert "\n" not in message
 
@@ -481,11 +481,11 @@ def fit_part(rank: int, world_size: int, strategy: Options | None, steps: int, p
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_checkpoint_inside_an_epoch_goes_on_in_stock_lightning(world_size: int, tmp_path: Path) -> None:
     ours, theirs, back = (str(tmp_path / f"{name}.ckpt") for name in ("ours", "theirs", "back"))
-    run_ranks(world_size, fit_part, {}, 3, (None, ours))
+    run_pooled(world_size, fit_part, {}, 3, (None, ours))
     ((values, steps),) = run_ranks(1, fit_part, None, 7, (ours, theirs))
     assert steps == 7
     assert len([name for name, _ in values if name == "train"]) == 4
-    for _, steps in run_ranks(world_size, fit_part, {}, 9, (theirs, back)):
+    for _, steps in run_pooled(world_size, fit_part, {}, 9, (theirs, back)):
         assert steps == 9
 
 

@@ -15,6 +15,7 @@ from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.adapters import AdapterConfig, add_adapters
 from moe_lightning.moe.experts import Experts, dequantise, quantise, quantised_grouped_mm
 from tests.distributed.training import TINY
+from tests.parameters import slow
 
 
 def test_four_bits_are_the_nearest_of_sixteen_and_a_product_is_that_of_the_numbers_they_stand_for() -> None:
@@ -146,7 +147,10 @@ PEFT_CASES: list[tuple[str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "targets"), PEFT_CASES)
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [slow(*case) if len(case[1]) == 1 and case[0] not in ("granite", "deepseek") else case for case in PEFT_CASES],
+)
 def test_peft_loads_the_adapters_and_plain_transformers_the_sum(name: str, targets: list[str], tmp_path: Path) -> None:
     check_exports(name, tmp_path, {"targets": targets}, in_peft=True)
 

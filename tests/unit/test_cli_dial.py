@@ -39,12 +39,13 @@ def built(config: DictConfig) -> GPT:
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 12, 20, 64])
 def test_every_depth_makes_a_model(depth: int) -> None:
-    found = values(f"depth={depth}")
+    config = composed(f"depth={depth}")
+    found = {key: value for key, value, _ in dial_rows(config)}
     assert found["model.d_model"] == 64 * depth
     assert found["model.num_heads"] == depth
     assert found["model.num_experts"] == 8 * found["model.router.top_k"]
     tokens = found["data.global_batch_size"] * found["trainer.max_steps"] * found["model.context_length"]
-    active = active_parameters(composed(f"depth={depth}").model)
+    active = active_parameters(config.model)
     assert 20 * active <= tokens < 20 * active + found["data.global_batch_size"] * found["model.context_length"]
     assert 46e3 * depth**3 < active < 60e3 * depth**3  # 12 D^2 of each layer, and the routers
     assert found["model.d_expert"] * found["model.router.top_k"] == pytest.approx(8 / 3 * 64 * depth, rel=0.15)

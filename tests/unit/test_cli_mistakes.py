@@ -20,7 +20,7 @@ TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_s
 STARTING = [
     (["+trainer.gradient_clip=1"], ["trainer.gradient_clip", "'gradient_clip_val'"]),
     (["task=validate"], ["checkpoint", "train first"]),
-    (["strategy.ep_size=3"], ["ep_size=3", "1"]),
+    slow(["strategy.ep_size=3"], ["ep_size=3", "1"]),
     slow(["strategy.replicas=5"], ["replicas=5"]),
     (["strategy.placement=no/table.json"], ["no/table.json"]),
     (["data.context_length=100000000"], ["data.context_length=100000000 is more than model.context_length=64"]),

@@ -30,7 +30,8 @@ from moe_lightning.data.tokenizer import ByteTokenizer
 from moe_lightning.models.generation import Sampling, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_module import GPTModule
-from tests.huggingface_models import DENSE, SPARSE, make_checkpoint, transformers
+from tests.huggingface_models import DENSE, SPARSE, VARIANTS, make_checkpoint, transformers
+from tests.parameters import slow
 
 PROMPT = "1 + 2 = "  # bytes below 64, which every small model knows
 IDS = list(PROMPT.encode())
@@ -124,7 +125,7 @@ TEXT = {**SPARSE, **DENSE}
 del TEXT["swinv2"]
 
 
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", [slow(name) if name in VARIANTS else name for name in TEXT])
 def test_greedy_text_of_every_family_is_that_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

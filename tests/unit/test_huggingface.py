@@ -79,8 +79,26 @@ def assert_same_logits(module: Any, expected: torch.Tensor, inputs: torch.Tensor
     assert error <= TOLERANCE, error
 
 
+def assert_same_gradients(module: Any, theirs: Any, inputs: torch.Tensor) -> None:
+    targets = inputs.roll(-1, dims=1)
+    mean_over_targets(theirs(inputs).logits, targets).backward()
+    mean_over_targets(module(inputs), targets).backward()
+    expected = {key: parameter.grad for key, parameter in theirs.named_parameters() if parameter.requires_grad}
+    family, actual = module.architecture.family, dict[str, torch.Tensor | None]()
+    layout = family.layout if isinstance(family.layout, StackedExperts) else StackedExperts(is_transposed=True)
+    for key, parameter in module.model.named_parameters():
+        if ".moe.experts." not in key:
+            actual[family.model_name(key)] = parameter.grad
+    for block, layer in module.architecture.layers.items():
+        stacks = {key: parameter.grad for key, parameter in layer.experts.stacked_parameters().items()}
+        actual |= layout.write(f"{block}.", stacks)
+    assert set(actual) == set(expected)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(actual[key], gradient, rtol=1e-3, atol=1e-5, msg=key)
+
+
 @pytest.mark.parametrize("name", SPARSE)
-def test_logits_and_round_trip(name: str, tmp_path: Path) -> None:
+def test_logits_gradients_and_round_trip(name: str, tmp_path: Path) -> None:
     theirs, inputs = make_checkpoint(name, tmp_path / "theirs"), inputs_for(name)
     expected = logits_of(theirs, inputs)
     module = load(tmp_path / "theirs")
@@ -88,6 +106,7 @@ def test_logits_and_round_trip(name: str, tmp_path: Path) -> None:
     save(module, tmp_path / "ours")
     files_equal(tmp_path / "theirs", tmp_path / "ours")
     assert torch.equal(logits_of(reloaded(tmp_path / "ours"), inputs), expected)
+    assert_same_gradients(module, theirs, inputs)
 
 
 QUICK = ("mixtral", "olmoe", "deepseek", "gpt_oss", "qwen2", "glm4")
@@ -110,27 +129,6 @@ def test_the_stacks_of_transformers_5_are_read(name: str, tmp_path: Path) -> Non
         expected = load(tmp_path / "theirs", **adapted)(inputs)
         torch.manual_seed(0)
         assert torch.equal(load(tmp_path / "stacked", **adapted)(inputs), expected)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    theirs, inputs = make_checkpoint(name, tmp_path), inputs_for(name)
-    module = load(tmp_path)
-    targets = inputs.roll(-1, dims=1)
-    mean_over_targets(theirs(inputs).logits, targets).backward()
-    mean_over_targets(module(inputs), targets).backward()
-    expected = {key: parameter.grad for key, parameter in theirs.named_parameters() if parameter.requires_grad}
-    family, actual = module.architecture.family, dict[str, torch.Tensor | None]()
-    layout = family.layout if isinstance(family.layout, StackedExperts) else StackedExperts(is_transposed=True)
-    for key, parameter in module.model.named_parameters():
-        if ".moe.experts." not in key:
-            actual[family.model_name(key)] = parameter.grad
-    for block, layer in module.architecture.layers.items():
-        stacks = {key: parameter.grad for key, parameter in layer.experts.stacked_parameters().items()}
-        actual |= layout.write(f"{block}.", stacks)
-    assert set(actual) == set(expected)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(actual[key], gradient, rtol=1e-3, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from moe_lightning.errors import ConfigurationError
-from tests.huggingface_models import DENSE, RECURRENT, SPARSE, VOCABULARY, make_checkpoint
+from tests.huggingface_models import DENSE, RECURRENT, SPARSE, VARIANTS, VOCABULARY, make_checkpoint
+from tests.parameters import slow
 
 # Logits are about ten, and plain transformers differs as much between a row of one document and one of two.
 TOLERANCE = 5e-5
@@ -19,7 +20,10 @@ UPCYCLED = sorted(DENSE.keys() - {"swinv2"})
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*(name for name in SPARSE if name not in RECURRENT), *UPCYCLED])
+@pytest.mark.parametrize(
+    "name",
+    [*(slow(name) if name in VARIANTS else name for name in SPARSE if name not in RECURRENT), *UPCYCLED],
+)
 def test_documents_do_not_see_each_other(name: str, tmp_path: Path) -> None:
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 
