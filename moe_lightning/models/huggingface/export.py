@@ -290,7 +290,7 @@ def write_adapter(
     dense: Mapping[str, Tensor],
     experts: Iterable[Mapping[str, Tensor]],
 ) -> int:
-    """Write what `peft.PeftModel.from_pretrained` and vLLM load onto the plain checkpoint; returns its bytes.
+    """Write what `peft.PeftModel.from_pretrained` loads onto the plain checkpoint; returns its bytes.
 
     Args:
         path: of an existing folder.

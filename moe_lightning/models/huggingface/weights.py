@@ -339,8 +339,8 @@ class StackedExperts:
         return set(self._names(prefix).values())
 
     def adapters(self, prefix: str, stacks_EX: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The products of all experts in one pair of matrices, which peft and vLLM read: A has a row for each (expert,
-        rank), B a column for each (rank, expert). The stack that comes second in the model wraps the first one.
+        """The products of all experts in one pair of matrices, which peft reads: A has a row for each (expert, rank),
+        B a column for each (rank, expert). The stack that comes second in the model wraps the first one.
         """
         b_up = stacks_EX["lora_w_up_b"]
         stacks = dict(stacks_EX) | {"lora_w_up_b": _alternate(b_up) if self.is_interleaved else b_up}
