@@ -217,7 +217,7 @@ class MarkedTurns:
             ValueError: something of a conversation would be left out.
         """
         other = next((f"the role {turn.role}" for turn in said.turns if turn.role not in _MARKED_ROLES), None)
-        if said.tools or any("tool_calls" in turn.rest for turn in said.turns):
+        if said.tools or any(turn.rest.get("tool_calls") for turn in said.turns):
             other = "calls of tools"
         if other is not None:
             raise ValueError(
@@ -292,7 +292,7 @@ class TemplatedTurns:
             others = []
             if turn.content is not None and turn.role not in ("user", "assistant"):
                 others.append((f"turns of the role {turn.role}", replace(turn, content=f"{turn.content} and more")))
-            if "tool_calls" in turn.rest:
+            if turn.rest.get("tool_calls"):
                 others.append(("calls of tools", replace(turn.without(["tool_calls"]), content=turn.content or "")))
             for what, other in others:
                 if whole == self._written(replace(said, turns=(*turns[:index], other, *turns[index + 1 :]))):

@@ -302,6 +302,12 @@ def test_what_a_template_leaves_out_is_refused(
         InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path).prepare_data()
 
 
+def test_an_empty_list_of_calls_leaves_out_nothing(tmp_path: Path) -> None:
+    turns = [USES_TOOLS[1], {**USES_TOOLS[4], "tool_calls": []}]
+    for written in (chat_format(tokenizer_folder(tmp_path, CHATML), None), MarkedTurns("\0")):
+        written.check(Conversation.of({"messages": turns, "tools": []}))
+
+
 # Writes what the last answer has thought, and forgets it of earlier ones.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
