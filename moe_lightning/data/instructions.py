@@ -2,11 +2,12 @@
 
 The file holds one JSON object a line, or one JSON array of objects. An object is {"messages": [{"role", "content"},
 ...]}, {"conversations": [{"from", "value"}, ...]} as ShareGPT has it, {"prompt", "response"}, or {"instruction",
-"output"} with an optional "input"; a key whose value is null is absent. The chat template of the model's tokenizer
-formats it, or plain marked turns if there is none, as a list of texts that are predicted or not: only answers are, with
-their end token, and without those of "weight": 0. The text is encoded as a whole, so that its tokens are those that a
-model sees later, and a token is predicted if it covers any character of an answer. No expert computes the padding of a
-window.
+"output"} with an optional "input"; a key whose value is null is absent. "system" and "tools" may stand beside all of
+them, and beside a single answer its reasoning, and "history", earlier questions with their answers in pairs. The chat
+template of the model's tokenizer formats it, or plain marked turns if there is none, as a list of texts that are
+predicted or not: only answers are, with their end token, and without those of "weight": 0. The text is encoded as a
+whole, so that its tokens are those that a model sees later, and a token is predicted if it covers any character of an
+answer. No expert computes the padding of a window.
 """
 
 from __future__ import annotations
@@ -155,24 +156,44 @@ class Conversation:
             ValueError: it has none of the known forms, or no answer to learn.
         """
         line = _present(line, "it")
-        tools = line.get("tools") or ()
-        if turns := line.get("messages") or line.get("conversations"):
-            tools = json.loads(tools) if isinstance(tools, str) else tools
-            if not isinstance(turns, list) or not isinstance(tools, list | tuple):
-                raise ValueError("its messages, or its tools, are not a list")
-            found = cls(tuple(map(Turn.of, turns)), tools)
+        if messages := line.get("messages") or line.get("conversations"):
+            turns = tuple(map(Turn.of, _list(messages, "messages")))
         elif "prompt" in line and "response" in line:
-            found = cls(_exchange(line["prompt"], line["response"]))
+            turns = _turns(line, line["prompt"], line["response"])
         elif "instruction" in line and "output" in line:
             question = [_text(line[name]) for name in ("instruction", "input") if name in line]
-            found = cls(_exchange("\n\n".join(filter(None, question)), line["output"]))
+            turns = _turns(line, "\n\n".join(filter(None, question)), line["output"])
         else:
             raise ValueError("it has neither messages, conversations, prompt and response nor instruction and output")
+        if (system := line.get("system")) and all(turn.role != "system" for turn in turns):
+            turns = Turn("system", _text(system)), *turns
+        found = cls(turns, _list(line.get("tools") or (), "tools"))
         if not any(turn.role == "assistant" for turn in found.turns):
             raise ValueError("it has no answer of the assistant")
         if not any(turn.is_learned for turn in found.turns):
             raise ValueError("every answer has the weight 0, so that there is nothing to learn: leave it out")
         return found
+
+
+def _list(thing: Any, name: str) -> Sequence[Any]:
+    """A list, or the JSON text of one."""
+    with suppress(json.JSONDecodeError):
+        thing = json.loads(thing) if isinstance(thing, str) else thing
+    if not isinstance(thing, list | tuple):
+        raise ValueError(f"its {name} are not a list: {shown(thing)}")
+    return thing
+
+
+def _turns(line: Mapping[str, Any], question: Any, answer: Any) -> tuple[Turn, ...]:
+    """A question with its answer, behind the pairs of such that it has as its history."""
+    turns = list[Turn]()
+    for pair in _list(line.get("history") or (), "history"):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"its history has {shown(pair)}, which is no pair of a question and its answer")
+        turns += _exchange(*pair)
+    asks, answers = _exchange(question, answer)
+    reasoning = {name: line[name] for name in _REASONING if name in line}
+    return *turns, asks, replace(answers, rest=reasoning)
 
 
 def _exchange(question: Any, answer: Any) -> tuple[Turn, ...]:

@@ -91,6 +91,20 @@ def test_forms_of_a_line() -> None:
     assert turns_of({"messages": shared}) == turns
 
 
+def test_what_stands_beside_the_turns_is_read() -> None:
+    """As LLaMA-Factory and OpenThoughts have it."""
+    alpaca = {"instruction": "a", "output": "b", "system": "s", "history": [["q", "r"]], "thinking": "t"}
+    turns = [("system", "s"), ("user", "q"), ("assistant", "r"), ("user", "a"), ("assistant", "b")]
+    assert turns_of(alpaca) == turns
+    assert [turn.reasoning for turn in Conversation.of(alpaca).turns] == [[], [], [], [], ["thinking"]]
+    assert turns_of({"prompt": "a", "response": "b", "system": "", "history": []}) == turns[3:]
+    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert turns_of({"conversations": shared, "system": "s"}) == [turns[0], *turns[3:]]
+    assert turns_of({"messages": CHAT["messages"], "system": "other"})[0] == ("system", "be brief")
+    for tools in ([{"name": "f"}], '[{"name": "f"}]'):
+        assert Conversation.of({"prompt": "a", "response": "b", "tools": tools}).tools == [{"name": "f"}]
+
+
 NULL = dict.fromkeys(("messages", "conversations", "prompt", "response", "instruction", "input", "output", "tools"))
 UNUSED = {"from": None, "value": None, "weight": None, "tool_calls": None}
 
@@ -265,7 +279,9 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "x"}]}', "it has no answer"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "a turn has the role .*, which is none of system"),
         ('{"messages": ["x"]}', "a turn is not an object"),
-        ('{"messages": {"role": "user"}}', "its messages, or its tools, are not a list"),
+        ('{"messages": {"role": "user"}}', "its messages are not a list: {'role': 'user'}"),
+        ('{"prompt": "x", "response": "x", "tools": "f(x)"}', "its tools are not a list: 'f"),
+        ('{"prompt": "x", "response": "x", "history": [["q"]]}', "which is no pair of a question and its answer"),
         ('{"prompt": 1, "response": "x"}', "a turn has the content 1, which is not text"),
         ('{"prompt": null, "response": "x"}', "it has neither messages, conversations, prompt and response"),
         (
