@@ -120,8 +120,8 @@ def movement_metrics(reports: Sequence[MigrationReport], transfers: StepShadowTr
     yield Metric(name="balance/migration_ms", value=migration_ms, over_ranks="max")
     costs = transfers.costs if transfers else TransferCosts()
     yield Metric(name="balance/shadow_bytes", value=float(costs.sent_bytes), over_ranks="sum")
-    yield Metric(name="balance/exposed_trans_ms", value=1e3 * costs.trans_wait_s, over_ranks="max")
-    yield Metric(name="balance/exposed_agg_ms", value=1e3 * costs.agg_wait_s, over_ranks="max")
+    yield Metric(name="balance/exposed_trans_ms", value=1e3 * costs.trans_waits.seconds, over_ranks="max")
+    yield Metric(name="balance/exposed_agg_ms", value=1e3 * costs.agg_waits.seconds, over_ranks="max")
 
 
 def _layer_numbers(layer: MoELayer) -> dict[str, float]:
@@ -509,6 +509,7 @@ class LoadBalancer(ExpertParallelCallback):
         if self.follower.end_step():
             self.planner.set_speeds(self.follower.experts.speeds)
         if private_lightning.logs_now(trainer):
+            _strategy(trainer).world.synchronize()  # a device counts a wait of this step once it has ended
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner, self.follower)), trainer))
 
     # ------------------------------------------------------------------ metrics

@@ -12,16 +12,15 @@ Shapes: H shadows on this rank, P numbers in an expert.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moe_lightning.dispatch.quota import ShadowPlan
-from moe_lightning.parallel.context import World
+from moe_lightning.parallel.context import ExchangeClock, World
 from moe_lightning.parallel.exchange import PendingExchange
 
 
@@ -31,12 +30,16 @@ class TransferCosts:
 
     Attributes:
         sent_bytes: that left this rank so far.
-        trans_wait_s, agg_wait_s: host seconds that transfers were waited for, which is what they cost.
+        trans_waits, agg_waits: of the host on the CPU, else of the device; they are what the transfers cost.
     """
 
     sent_bytes: int = 0
-    trans_wait_s: float = 0.0
-    agg_wait_s: float = 0.0
+    trans_waits: ExchangeClock = field(default_factory=ExchangeClock)
+    agg_waits: ExchangeClock = field(default_factory=ExchangeClock)
+
+    def __post_init__(self) -> None:
+        self.trans_waits.watch()
+        self.agg_waits.watch()
 
 
 class ShadowTransfers:
@@ -106,9 +109,8 @@ class ShadowTransfers:
         """
         if self._stacks is None:
             self.start_trans()
-            began = time.perf_counter()
-            arrived = [pending.wait() for pending in self._pending]
-            self.costs.trans_wait_s += time.perf_counter() - began
+            with self.costs.trans_waits.exchange(self._world.device):
+                arrived = [pending.wait() for pending in self._pending]
             lengths = [last - first for first, last in self._parts]
             rows = [part.view(len(self._received_from), length) for part, length in zip(arrived, lengths, strict=True)]
             self._stacks = self._stack(torch.cat(rows, dim=1))
@@ -150,9 +152,8 @@ class ShadowTransfers:
         """Add the received gradients of shadows to those of the resident experts, in rank order."""
         if self._agg is None:
             return
-        began = time.perf_counter()
-        arrived = self._agg.wait()
-        self.costs.agg_wait_s += time.perf_counter() - began
+        with self.costs.agg_waits.exchange(self._world.device):
+            arrived = self._agg.wait()
         start = 0
         for _, expert in self._sent_to:
             for name in self._trained():

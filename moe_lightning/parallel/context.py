@@ -112,8 +112,8 @@ def seconds_between(began: Any, ended: Any) -> float:
 
 
 class ExchangeClock:
-    """Clock of this rank's exchanges on the compute group, including waits for slower peers and overlapped work. It
-    counts nothing, and costs nothing, before `watch`.
+    """Clock of this rank's exchanges, as those on the compute group, including waits for slower peers and overlapped
+    work. It counts nothing, and costs nothing, before `watch`.
 
     On a GPU a host call returns before its exchange begins, so the device's own events are timed.
 

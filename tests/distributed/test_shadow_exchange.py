@@ -13,11 +13,14 @@ import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
 from benchmarks.padded_dispatch import PADDED
+from moe_lightning.callbacks.load_balancer import movement_metrics
+from moe_lightning.dispatch import shadow_exchange
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan, shadow_quota
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
 from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
@@ -127,7 +130,7 @@ def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "gradients": [{name: p.grad for name, p in stacks.items()} for stacks, _ in layers],
         "sent_bytes": step.costs.sent_bytes,
-        "waits": (step.costs.trans_wait_s, step.costs.agg_wait_s),
+        "waits": (step.costs.trans_waits.seconds, step.costs.agg_waits.seconds),
     }
 
 
@@ -207,6 +210,52 @@ def test_shadows_under_activation_checkpointing() -> None:
     for losses, shadow_copies in run_pooled(2, train_checkpointed, True):
         assert shadow_copies > 0
         np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
+
+
+class Device:
+    """A GPU that works behind the host: events and transfers take its time."""
+
+    now_ms = 0.0
+
+
+class TimedEvent:
+    def __init__(self, **_: object) -> None: ...
+
+    def record(self, _stream: object) -> None:
+        self.at_ms = Device.now_ms
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        return end.at_ms - self.at_ms
+
+
+class Transfer:
+    """In the place of a `PendingExchange` of NCCL, whose `wait` returns at once: 7 ms of the stream's time."""
+
+    def __init__(self, _flat: Any, _send: Any, recv: list[int], _world: World) -> None:
+        self._arrived = torch.zeros(sum(recv))
+
+    def wait(self) -> torch.Tensor:
+        Device.now_ms += 7.0
+        return self._arrived
+
+
+def test_waits_of_a_gpu_for_shadows_are_what_they_cost_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", TimedEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    monkeypatch.setattr(shadow_exchange, "PendingExchange", Transfer)
+    plan = ShadowPlan(shadows=~np.eye(2, dtype=np.bool_), homes=np.array([0, 1]))
+    world = World(rank=0, size=2, device=torch.device("cuda"))
+    layer = ShadowTransfers({"w": torch.nn.Parameter(torch.ones(1, 8))}, (0,), plan, world, torch.float32, 0.5)
+    step = StepShadowTransfers([layer])
+    step.begin()
+    layer.weights()
+    step.finish()
+    found = {metric.name: metric.value for metric in movement_metrics([], step)}
+    assert found["balance/exposed_trans_ms"] == pytest.approx(2 * 7.0), "two parts"
+    assert found["balance/exposed_agg_ms"] == pytest.approx(7.0)
 
 
 class ManualModule(OwnModule):
