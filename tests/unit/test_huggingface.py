@@ -857,6 +857,13 @@ def test_an_export_promises_no_layers_for_multi_token_prediction(
         assert "multi-token" not in capsys.readouterr().err
 
 
+def test_an_override_of_rotary_embeddings_counts_before_their_older_name(tmp_path: Path) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    edited(tmp_path, rope_theta=5.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 7.0}
+    assert load(tmp_path, overrides={"rope_parameters": rope}).architecture.config.rope_parameters == rope
+
+
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:
     make_checkpoint("mixtral", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

@@ -131,6 +131,8 @@ def read_config(
     for name in overrides or {}:
         if not hasattr(config, name):
             raise ConfigurationError(f"the configuration of {path} has no {name!r}: see its config.json")
+    if overrides and "rope_parameters" in overrides:
+        values.pop("rope_scaling", None)  # the older name, which transformers prefers
     return config_from(values | dict(overrides)) if overrides else config
 
 
