@@ -429,7 +429,7 @@ class StepSampler(Sampler[list[int]]):
                 f"The saved data position {state_dict!r} has no non-negative integer 'consumed'; "
                 "resume from a checkpoint that a StepSampler wrote."
             )
-        if (change := self._change_of_data(state_dict)) and not self.accepts_other_data:
+        if (change := self.change_of_data(state_dict)) and not self.accepts_other_data:
             raise ConfigurationError(
                 f"The training data are not those of the checkpoint: {change}, so samples would be trained on twice or "
                 "left out; bring back the former data, or give resume_overrides=true (in a script to the strategy) to "
@@ -442,7 +442,7 @@ class StepSampler(Sampler[list[int]]):
         self._restored_at = consumed
         self.moves += 1
 
-    def _change_of_data(self, saved: dict[str, Any]) -> str:
+    def change_of_data(self, saved: dict[str, Any]) -> str:
         """Return the difference between the data of a saved position and these; "" if there is none."""
         size, key = saved.get("data_size"), saved.get("data_key")
         if size is not None and self.data_size is not None and size != self.data_size:

@@ -315,7 +315,8 @@ class StreamLoader(StepLoader):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._mark = state_dict.get("stream")
+        is_other = bool(self.step_sampler.change_of_data(state_dict))  # accepted; its mark is of the former stream
+        self._mark = None if is_other else state_dict.get("stream")
         if self._mark is not None:
             self._reader.know(self._mark)
             private_torch.drop_workers(self._loader)  # theirs do not know it

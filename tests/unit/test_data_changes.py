@@ -174,12 +174,43 @@ def fit(folder: Path, samples: Any, steps: int, **options: Any) -> int:
     return trainer.global_step
 
 
+class StreamOfOthers(SizedStream):
+    """Begins with other samples."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, is_sized=False)  # which is this class already
+
+    def __iter__(self) -> Any:
+        return (self.samples[index + 30] for index in range(len(self.samples)))
+
+
+class StatefulStream(StreamOfOthers):
+    """Continues in the middle of a pass."""
+
+    done = 0
+
+    def __iter__(self) -> Any:
+        while self.done < len(self.samples):
+            self.done += 1
+            yield self.samples[self.done - 1]
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done, "size": len(self.samples)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["size"] == len(self.samples), "the state of another stream"
+        self.done = state["done"]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "what"),
     [
         (Own(24), Own(20), "they had 24 samples and have 20"),
         (Own(24, "a"), Own(24, "b"), "other content"),
         (OwnStream(24), OwnStream(20), "they had 24 samples and have 20"),
+        (OwnStream(24), StreamOfOthers(20), "they had 24 samples and have 20"),
+        (StatefulStream(24), StatefulStream(20), "they had 24 samples and have 20"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
