@@ -265,13 +265,12 @@ class Webhook(MonitoringLogger):
 
     def __init__(self, run: str = "run") -> None:
         super().__init__(run)
-        self._url = os.environ.get(WEBHOOK_VARIABLE, "")
-        parsed = urlparse(self._url)
-        is_local = parsed.scheme == "http" and parsed.hostname in ("127.0.0.1", "::1", "localhost")
-        if not (is_local or (parsed.scheme == "https" and parsed.hostname)):
+        self._url = os.environ.get(WEBHOOK_VARIABLE, "").strip()
+        if not _is_safe(self._url):
             raise ConfigurationError(
                 f"logger=webhook needs the environment variable {WEBHOOK_VARIABLE} with an address that begins with "
-                "https://, or http:// on this machine: export the address that your chat gives for incoming webhooks"
+                "https://, or http:// on this machine, without a space or a password: export the address that your "
+                "chat gives for incoming webhooks"
             )
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="webhook")
         self._sent: list[Future[None]] = []
@@ -324,3 +323,15 @@ class Webhook(MonitoringLogger):
                 pass
         except (OSError, HTTPException, ValueError) as error:
             rank_zero_warn(f"a message about the run could not be sent to the webhook: {one_line(error)}")
+
+
+def _is_safe(address: str) -> bool:
+    """True if an address keeps its path secret on its way, and urllib has no reason to quote it in an error."""
+    try:
+        parsed = urlparse(address)
+        has_port = parsed.port is None or parsed.port > 0
+    except ValueError:
+        return False
+    is_plain = address.isascii() and address.isprintable() and " " not in address and "@" not in parsed.netloc
+    is_local = parsed.scheme == "http" and parsed.hostname in ("127.0.0.1", "::1", "localhost")
+    return has_port and is_plain and (is_local or (parsed.scheme == "https" and bool(parsed.hostname)))

@@ -195,11 +195,23 @@ def test_a_webhook_gets_alarms_from_the_start_to_the_end(
     assert [json.loads(body)["text"] for body in bodies(server)] == ["a: rank 3 waits"]
 
 
-@pytest.mark.parametrize("url", ["", "http://example.org/x", "file:///etc/passwd", "https://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "http://example.org/x", "file:///etc/passwd", "https://"),
+        *(
+            "https://example.org/SECRET  # our channel",
+            "https://example.org/SECRET\nx",
+            "https://example.org/SECRET\u00e9",
+        ),
+        *("https://me:SECRET@example.org/x", "https://example.org:SECRET/x", "https://[SECRET"),
+    ],
+)
 def test_a_webhook_without_a_safe_address_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WEBHOOK_VARIABLE, url)
-    with pytest.raises(ConfigurationError, match=f"environment variable {WEBHOOK_VARIABLE}"):
+    with pytest.raises(ConfigurationError, match=f"environment variable {WEBHOOK_VARIABLE}") as error:
         Webhook()
+    assert "SECRET" not in str(error.value)
 
 
 def test_a_webhook_whose_answer_is_no_http_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
