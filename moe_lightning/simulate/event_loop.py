@@ -328,8 +328,13 @@ class _Run:
     def _recover(self, world: SimulatedWorld, failed: set[int]) -> None:
         """Some of the world's nodes are gone: find the freshest whole state, and who trains on."""
         self.saved.commit_written(self.now_ns)
-        self.accounts.abort_step()
         experts, everyone = self.worlds.experts_by_node(), sorted(self.live)
+        if not self.worlds.choose(everyone):
+            self._form(everyone, "storage", 0)  # which stands still
+            return
+        if self.world is not None:
+            self._record()  # experts that are lost have had these steps, too
+        self.accounts.abort_step()
         now = self.accounts.mark()
         if self.policy.memory_interval_steps == 1 and self._next is None:
             self.saved.note_snapshot(now, world.nodes, world.writers_LE)
@@ -359,9 +364,9 @@ class _Run:
         if self.model.usable_nodes(len(self.live)) <= len(self.world.nodes):
             return
         self.accounts.abort_step()
+        self._record()
         if not self.policy.live_recovery and self.policy.saving != "none":  # saved on purpose before the restart
             save = self._save_cost()
-            self._record()
             self._begin_save(save, save.snapshot_s + save.persist_s, self.accounts.mark())
         self._form(sorted(self.live), "join", 0)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.checkpoint.recovery_plan import plan_recovery
+from moe_lightning.checkpoint.recovery_plan import RecoveryPlan, plan_recovery
 from moe_lightning.checkpoint.schedule import OverheadModel
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
@@ -204,6 +204,46 @@ def test_partial_checkpoints_lose_tokens_and_dynamic_k_limits_them() -> None:
     assert limited.k_persist > constant.k_persist == 1
     assert full.plt == 0
     assert constant.written_bytes / constant.checkpoints < full.written_bytes / full.checkpoints
+
+
+def test_tokens_since_the_last_checkpoint_are_lost_with_an_expert() -> None:
+    """One of nine nodes had the only copy of an expert, which was written with the first checkpoint."""
+    events = [Event(time_ns=0, joined=tuple(range(9))), Event(time_ns=1800 * NS, failed=(8,))]
+    one_layer = small_workload(num_layers=1)
+    given = scenario(
+        events=events,
+        nodes=9,
+        workload=one_layer,
+        routing=make_routing("uniform", num_experts=8, num_layers=1),
+        slots=1,
+        min_replicas=1,
+        k_snapshot=1,
+        k_persist=1,
+        interval_steps=20_000,
+    )
+    report = simulate(replace(given, policy=replace(given.policy, plt_threshold=None)))
+    steps, planned = int(1800 / report.step_s), round(HOUR_S / report.step_s)
+    assert 40_000 < steps < 60_000, "two checkpoints were written"
+    assert [(r.source, r.lost_steps) for r in report.recoveries] == [("live replicas", 0)]
+    assert report.plt == pytest.approx((steps - 20_000) / planned / 8, rel=1e-4)
+
+
+def test_too_few_nodes_lose_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are trained again from storage are no lost tokens of the experts that had no replica."""
+    levels = []
+    restore = SavedState.restore
+
+    def seen(saved: SavedState, plan: RecoveryPlan, now: Mark) -> Mark:
+        levels.append(plan.level)
+        return restore(saved, plan, now)
+
+    monkeypatch.setattr(SavedState, "restore", seen)
+    events = [Event(time_ns=0, joined=tuple(range(8))), Event(time_ns=1800 * NS, failed=(0, 1, 2, 3, 4))]
+    partial = {"slots": 2, "min_replicas": 1, "k_snapshot": 2, "k_persist": 1, "interval_steps": 50}
+    report = simulate(scenario(events=events, nodes=8, **partial))
+    assert levels == ["storage"]
+    assert not report.recoveries
+    assert report.plt > 0
 
 
 def test_drifting_routing_is_rebalanced() -> None:
