@@ -451,6 +451,7 @@ class _Run:
             idle_ns=accounts.idle_ns,
             steps=accounts.step,
             samples=accounts.samples,
+            lost_steps=accounts.lost_steps,
             duration_s=self.scenario.duration_s,
             step_s=first.step_s,
             imbalance=first.imbalance,

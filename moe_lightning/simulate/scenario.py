@@ -95,6 +95,7 @@ class Report:
     Attributes:
         provided_ns, useful_ns, lost_ns, overhead_ns, idle_ns: node-nanoseconds; the first is the sum of the others.
         steps, samples: that count at the end.
+        lost_steps: that were undone.
         duration_s: simulated.
         step_s: of the first world, without stalls.
         stall_s: that training waited for checkpoints.
@@ -114,6 +115,7 @@ class Report:
     idle_ns: int
     steps: int
     samples: int
+    lost_steps: int
     duration_s: float
     step_s: float
     imbalance: float
@@ -153,7 +155,7 @@ class Report:
             ("provided", f"{self.provided_ns / NS / 3600:.2f} node-hours"),
             ("stalls", f"{self.stall_s:.1f} s of checkpoints, {self.rebalance_s:.1f} s of rebalancing"),
             ("recoveries", f"{recovering_s:.1f} s; {sources}"),
-            ("rolled back", f"{sum(recovery.lost_steps for recovery in self.recoveries)} steps"),
+            ("rolled back", f"{self.lost_steps} steps"),
             ("PLT", f"{self.plt:.5f}, K_persist {self.k_persist} at the end"),
             (
                 "checkpoints",

@@ -161,6 +161,7 @@ def test_live_replicas_lose_no_step_and_storage_does() -> None:
     (recovery,) = stored.recoveries
     assert recovery.source == "storage"
     assert 0 < recovery.lost_steps <= 77
+    assert stored.lost_steps == recovery.lost_steps
 
 
 def test_whole_groups_only() -> None:
@@ -244,6 +245,8 @@ def test_too_few_nodes_lose_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert levels == ["storage"]
     assert not report.recoveries
     assert report.plt > 0
+    assert 0 < report.lost_steps <= 50
+    assert f"rolled back  {report.lost_steps} steps" in report.table()
 
 
 def test_drifting_routing_is_rebalanced() -> None:
