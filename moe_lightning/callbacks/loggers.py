@@ -35,7 +35,8 @@ from typing_extensions import override
 
 from moe_lightning.checkpoint.directory import read_manifest
 from moe_lightning.checkpoint.loader import oldest_versions
-from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
+from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated

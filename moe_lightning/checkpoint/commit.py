@@ -53,7 +53,8 @@ from moe_lightning.checkpoint.directory import (
     unread_manifests,
     world_lock,
 )
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED, FileRecord, Manifest, RankPart, check_coverage
+from moe_lightning.checkpoint.manifest import METADATA, PRUNED, FileRecord, Manifest, RankPart, check_coverage
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Storage
 from moe_lightning.compat import private_torch

@@ -34,13 +34,13 @@ from functools import lru_cache
 
 import xxhash
 
-from moe_lightning.checkpoint.manifest import MANIFEST, Manifest
+from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.names import MANIFEST, order_of
 from moe_lightning.checkpoint.storage import absolute, storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Stat, exists
 from moe_lightning.errors import CheckpointError
 
 RECORD = "run.json"
-_NAMED = re.compile(r"step-(\d{8,})(-\d+|-w\d+-[\w-]+)?")
 
 
 def part_name(rank: int) -> str:
@@ -92,7 +92,7 @@ def headings(root: Place) -> list[tuple[Place, Heading]]:
 
 def directories(root: Place) -> list[Place]:
     """List everything in a directory with the name of a checkpoint, whether it is one or not, sorted by name."""
-    return [root / name for name in sorted(storage_of(root).names(root)) if _NAMED.fullmatch(name)]
+    return [root / name for name in sorted(storage_of(root).names(root)) if order_of(name) is not None]
 
 
 def has_manifest(path: Place) -> bool:
@@ -156,11 +156,11 @@ def read_manifest(path: Place) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({error.strerror})") from error
     manifest = Manifest.parse(data, str(path / MANIFEST))
-    match = _NAMED.fullmatch(path.name)
-    if match and int(match[1]) != manifest.step:
+    order = order_of(path.name)
+    if order is not None and order[0] != manifest.step:
         raise CheckpointError(f"{path / MANIFEST} belongs to step {manifest.step}, not to {path.name}")
     owner = run_of(path.parent)
-    if match and owner is not None and owner != manifest.run:
+    if order is not None and owner is not None and owner != manifest.run:
         raise CheckpointError(f"{path / MANIFEST} belongs to run {manifest.run}, but {path.parent} holds run {owner}")
     return manifest
 

@@ -41,7 +41,8 @@ from moe_lightning.checkpoint.directory import (
     run_record_problem,
 )
 from moe_lightning.checkpoint.files import TRUST_ADVICE, load_plain, load_trusted
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, Manifest, check_coverage
+from moe_lightning.checkpoint.manifest import METADATA, Manifest, check_coverage
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import unseen_tokens
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 import xxhash
 from annotated_types import Interval, Predicate
 
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import (
     DTYPES,
@@ -209,7 +210,6 @@ def _refused(origin: str, problem: str) -> CheckpointError:
     return CheckpointError(f"{origin} was written by something else: {problem}")
 
 
-MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"
 PRUNED = "PRUNED.json"
 """What becomes of the manifest of a checkpoint that is being deleted."""

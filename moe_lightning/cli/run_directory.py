@@ -21,17 +21,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from moe_lightning.checkpoint.names import MANIFEST, order_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import open_regular, replace_text
-
-MANIFEST = "MANIFEST.json"
-"""What makes a directory a whole checkpoint; named here because importing the checkpoint library costs seconds."""
 
 _LOCK = ".lock"
 _LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id")
 """What a command may leave that was killed before it trained, those of loggers included."""
 
-_CHECKPOINT_NAME = re.compile(r"step-(\d+)(-\d+)?(\.ckpt)?")
+_FILE = re.compile(r"step-(\d+)\.ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,12 +262,16 @@ def _first_free(folder: Path, pattern: str) -> Path:
 
 def checkpoints(folder: Path) -> list[SavedStep]:
     """Return the checkpoints of a folder by name, the highest step first; of equal steps the last one saved first."""
-    found = []
-    for path in folder.glob("step-*") if folder.is_dir() else ():
-        match = _CHECKPOINT_NAME.fullmatch(path.name)
-        if match and (path.is_file() or os.path.lexists(path / MANIFEST)):
-            found.append((int(match[1]), int((match[2] or "-1")[1:]), path))
+    paths = folder.glob("step-*") if folder.is_dir() else ()
+    found = [(*order, path) for path in paths if (order := _order_of(path)) is not None]
     return [SavedStep(path=path, step=step) for step, _, path in sorted(found, reverse=True)]
+
+
+def _order_of(path: Path) -> tuple[int, int] | None:
+    if path.is_file():
+        match = _FILE.fullmatch(path.name)
+        return None if match is None else (int(match[1]), 1)
+    return order_of(path.name) if os.path.lexists(path / MANIFEST) else None
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from moe_lightning.checkpoint.full_state import (
     local_model_state,
 )
 from moe_lightning.checkpoint.loader import Checkpoint, find_usable, repaired
-from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import random_state, scalars_key

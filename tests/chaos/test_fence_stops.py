@@ -17,7 +17,8 @@ from moe_lightning.checkpoint import commit as part_writer
 from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.directory import checkpoints, enter_world
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
+from moe_lightning.checkpoint.manifest import METADATA
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from tests.forks import PATIENCE_S, forked, wait_until

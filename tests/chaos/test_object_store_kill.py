@@ -16,7 +16,7 @@ from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import objects, place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.errors import ConfigurationError

@@ -11,7 +11,8 @@ import pytest
 
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
+from moe_lightning.checkpoint.manifest import METADATA
+from moe_lightning.checkpoint.names import MANIFEST
 from tests.network.hosts import wait_for
 from tests.network.trainings import BACK_S, GOES_ON_S, Training
 

@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.agent_handle import AgentStatus, read_status, warn
 from moe_lightning.checkpoint.commit import PRUNED, prune
 from moe_lightning.checkpoint.directory import Superseded, checkpoints, enter_world, headings
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 

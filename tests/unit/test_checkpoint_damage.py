@@ -32,7 +32,8 @@ from moe_lightning.checkpoint.agreement import next_job
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.inspect import scope_bytes
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST, FileRecord, Manifest, RankPart, check_coverage, is_tiled
+from moe_lightning.checkpoint.manifest import FileRecord, Manifest, RankPart, check_coverage, is_tiled
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import interface, posix
 from moe_lightning.errors import CheckpointError

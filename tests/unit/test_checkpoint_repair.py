@@ -16,8 +16,9 @@ from moe_lightning.checkpoint import directory
 from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.inspect import verify_all
 from moe_lightning.checkpoint.loader import Checkpoint, Found, find_newest, find_usable, repaired
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA
+from moe_lightning.checkpoint.manifest import METADATA
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, storage_inventory
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased

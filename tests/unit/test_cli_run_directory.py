@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import moe_lightning
+from moe_lightning.checkpoint.directory import directories
 from moe_lightning.checkpoint.files import write_file
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import storage_of
-from moe_lightning.cli.run_directory import RunDirectory, locked
+from moe_lightning.cli.run_directory import RunDirectory, checkpoints, locked
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import save_safetensors
 from moe_lightning.models.huggingface.weights import write_weights
@@ -39,6 +41,16 @@ def test_steps_beyond_seven_digits_are_numbers_too(tmp_path: Path) -> None:
     newest = _with_checkpoints(tmp_path, "step-9999999.ckpt", "step-10000000.ckpt").newest_checkpoint()
     assert newest is not None
     assert newest.step == 10_000_000
+
+
+def test_names_of_object_stores_are_checkpoints_too(tmp_path: Path) -> None:
+    """Copied from there, or written by this file system where a name was taken."""
+    newest_first = ["step-00000120-w10-0001", "step-00000120-w5-0001", "step-00000100-2", "step-00000100"]
+    for name in (*newest_first, "step-00000200-copy", "step-00000300.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).touch()
+    assert [saved.path.name for saved in checkpoints(tmp_path)] == newest_first
+    assert [path.name for path in directories(tmp_path)] == sorted(newest_first), "the library takes the same"
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

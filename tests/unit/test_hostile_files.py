@@ -19,7 +19,7 @@ from moe_lightning import files
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.files import load_plain, write_file
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.run_directory import RunDirectory

@@ -16,7 +16,8 @@ from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.directory import Superseded, check_world, checkpoints, enter_world, make_staging
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST, METADATA, PRUNED
+from moe_lightning.checkpoint.manifest import METADATA, PRUNED
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import objects, place_of, shared_place, storage_of
 from moe_lightning.checkpoint.storage.interface import URL

@@ -17,7 +17,8 @@ from moe_lightning.checkpoint import commit
 from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints, claim, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
-from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED
+from moe_lightning.checkpoint.manifest import PRUNED
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import Block

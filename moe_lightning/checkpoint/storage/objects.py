@@ -39,7 +39,8 @@ import torch
 import xxhash
 from typing_extensions import override
 
-from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED, is_written_by_saves
+from moe_lightning.checkpoint.manifest import PRUNED, is_written_by_saves
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.interface import Place, Stat, exists
 from moe_lightning.config import validated
 from moe_lightning.errors import CheckpointError, ConfigurationError

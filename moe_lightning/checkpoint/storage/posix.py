@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_lightning.checkpoint.manifest import MANIFEST, PRUNED, delete_staging
+from moe_lightning.checkpoint.manifest import PRUNED, delete_staging
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.interface import (
     Place,
     Stat,
