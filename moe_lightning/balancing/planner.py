@@ -196,9 +196,8 @@ class BalancePolicy:
 
     Attributes:
         rebalance_every: steps between two placements once training has settled; 0: never.
-        placement_rule: rule of `balancing.rules`: "packed", "mro+", "mro", "spread", "compact" or "plain"; or "auto":
-            for each layer what the performance model likes best of packed and spread, with few and with all slots,
-            the sums of replica gradients counted in.
+        placement_rule: a name in `rules.PLACEMENT_RULES`, or "auto": for each layer what the performance model likes
+            best of packed and spread, with few and with all slots, the sums of replica gradients counted in.
         allocation: replica counts for the rules that need them: "waterfill" or "eq1".
         min_replicas: distinct nodes that hold each expert, where slots allow.
         tolerance: relief of the busiest rank that is not worth moving experts.

@@ -108,6 +108,8 @@ PLACEMENT_RULES: Registry[PlacementRule] = Registry(
         "plain": plain_placement,
     },
 )
+"""Placement rules by name, those of packages too: "packed" is balance first, "mro+" survival first, and "plain" every
+expert once, without its load."""
 
 
 def placed_by(rule: PlacementRule, load: IntArray, cluster: Cluster, min_replicas: int) -> Placement:
@@ -143,8 +145,7 @@ class PlacementPolicy:
     """Rules by which replicas are counted, placed and mapped.
 
     Attributes:
-        rule: "packed" (balance first), "mro+" (survival first), "mro", "spread", "compact", or "plain" (every expert
-            once, no load), or a name that somebody has registered in `PLACEMENT_RULES`.
+        rule: a name in `PLACEMENT_RULES`.
         allocation: replica counts for the rules of this package but "packed" and "plain", which need none.
         min_replicas: distinct nodes for each expert, where slots allow.
 

@@ -11,12 +11,21 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.replica_placement import NODE_RULES
 from moe_lightning.balancing.rules import PLACEMENT_RULES, NodeRule, PlacementPolicy
+from moe_lightning.checkpoint.protection import PROTECTIONS
+from moe_lightning.checkpoint.storage import STORAGES
+from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS
 from moe_lightning.dispatch.placement import Placement
+from moe_lightning.elastic.membership import MEMBERSHIPS
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.router import ROUTERS
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 from tests.documented import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 ROWS = re.findall(r"^\| \[([^\]]+)\]\(#([\w-]+)\) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
+
+LISTED = r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \| `\w+` of"
+LOAD_BALANCER = ROOT / "moe_lightning" / "conf" / "callbacks" / "load_balancer.yaml"
 
 
 def test_every_change_has_its_row_and_its_recipe() -> None:
@@ -61,6 +70,24 @@ def test_a_placement_rule_as_in_the_recipe(monkeypatch: pytest.MonkeyPatch) -> N
     assert_lawful("hottest_first")
     placed = PlacementPolicy(rule="hottest_first").place(LOAD, CLUSTER)
     assert placed.replicas.tolist() == hottest_first(LOAD, CLUSTER, 1).replicas.tolist()
+
+
+def test_users_read_the_names_of_all_parts() -> None:
+    table = (ROOT / "docs" / "extending.md").read_text()
+    listed = {kind: {*re.findall(r"`([^`]+)`", names)} for kind, names in re.findall(LISTED, table, re.MULTILINE)}
+    registries = {
+        "router": ROUTERS,
+        "placement rule": PLACEMENT_RULES,
+        "dispatch backend": DISPATCH_BACKENDS,
+        "dense sharding": DENSE_SHARDINGS,
+        "protection of snapshots": PROTECTIONS,
+        "storage of checkpoints": STORAGES,
+        "membership": MEMBERSHIPS,
+    }
+    assert listed == {kind: {*registry._members} for kind, registry in registries.items()}
+    comment = re.search("# by the performance model; or (.*), or a plugin's", LOAD_BALANCER.read_text())
+    assert comment is not None
+    assert {*comment[1].split(", ")} == {*PLACEMENT_RULES._members}
 
 
 def test_a_rule_that_breaks_the_law_of_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
