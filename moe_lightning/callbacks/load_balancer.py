@@ -99,7 +99,7 @@ def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
     return promised if wanted is None else wanted
 
 
-def layer_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
+def plan_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
     """Evenness, shadows and forecasts of every layer that is planned, by its number."""
     for index, (number, layer) in enumerate(layers.items()):
         area = f"balance/layer{number:02d}"
@@ -516,7 +516,7 @@ class LoadBalancer(ExpertParallelCallback):
 
     def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner, follower: SpeedFollower) -> Iterator[Metric]:
         layers = zip(self._numbers, _strategy(trainer).experts.layers, strict=True)
-        yield from layer_metrics(dict(layers), planner)
+        yield from plan_metrics(dict(layers), planner)
         yield from movement_metrics(self._since_log.reports, self.last_shadow_transfers)
         yield from follower.metrics()
         plan_ms = 1e3 * self._since_log.plan_s / self._since_log.steps
