@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import resolve, scope_bytes, verify_all
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.cli import ckpt
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory
 from tests.unit.checkpoint_state import node, whole_state
@@ -27,6 +29,13 @@ def root(tmp_path: Path) -> Iterator[Path]:
         for step in (2, 3):
             made.save(step, fresh=[step])
         yield made.root
+
+
+def test_the_docstring_lists_every_command() -> None:
+    listed = re.findall(r"^    moe-ckpt ([\w-]+) ", str(ckpt.__doc__), re.MULTILINE)
+    (commands,) = (action for action in ckpt._parser()._actions if isinstance(action.choices, dict))
+    assert commands.choices is not None
+    assert listed == [*commands.choices]
 
 
 def test_inspect_shows_versions_and_sizes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
