@@ -299,25 +299,32 @@ class TemplatedTurns:
         Raises:
             ValueError: it does not, so something would be left out.
         """
-        turns, whole = said.turns, self._written(said)
-        if said.tools and whole == self._written(replace(said, tools=())):
+        if said.tools and self._written(said) == self._written(replace(said, tools=())):
             raise ValueError("the chat template of the tokenizer leaves out the tools that are offered")
-        for index, turn in enumerate(turns):
-            if turn.reasoning:  # asked of the answer as the last turn: of earlier ones many templates leave it out
-                written = self._written(said, index + 1)
-                if written == self._written(replace(said, turns=(*turns[:index], turn.without(turn.reasoning)))):
-                    raise ValueError(
-                        f"the chat template of the tokenizer leaves out {turn.reasoning[0]} of an answer: name it as "
-                        "the template does, or write it into content"
-                    )
-            others = []
+        for index, turn in enumerate(said.turns):
+            others, thoughts = list[tuple[str, Turn]](), list[tuple[str, Turn]]()
+            content = turn.content or ""
             if turn.content is not None and turn.role not in ("user", "assistant"):
-                others.append((f"turns of the role {turn.role}", replace(turn, content=f"{turn.content} and more")))
+                others.append((f"turns of the role {turn.role}", replace(turn, content=f"{content} and more")))
             if turn.rest.get("tool_calls"):
-                others.append(("calls of tools", replace(turn.without(["tool_calls"]), content=turn.content or "")))
-            for what, other in others:
-                if whole == self._written(replace(said, turns=(*turns[:index], other, *turns[index + 1 :]))):
-                    raise ValueError(f"the chat template of the tokenizer leaves out {what}")
+                others.append(("calls of tools", replace(turn.without(["tool_calls"]), content=content)))
+            if turn.reasoning:
+                what = f"{turn.reasoning[0]} of an answer: name it as the template does, or write it into content"
+                thoughts.append((what, turn.without(turn.reasoning)))
+            thought, ends, _ = content.partition(_THOUGHT)
+            if turn.is_learned and ends and thought.replace("<think>", "").strip():
+                what = f"what an answer has before {_THOUGHT}: let the template write that"
+                thoughts.append((what, replace(turn, content=content.replace(_THOUGHT, _ANSWER + _THOUGHT, 1))))
+            self._require(said, index, others)
+            # Asked of the answer as the last turn: many templates leave out what earlier ones have thought.
+            self._require(replace(said, turns=said.turns[: index + 1]), index, thoughts)
+
+    def _require(self, said: Conversation, index: int, others: Sequence[tuple[str, Turn]]) -> None:
+        """Refuse a template that writes the same text with another turn in the place of one."""
+        for what, other in others:
+            turns = (*said.turns[:index], other, *said.turns[index + 1 :])
+            if self._written(said) == self._written(replace(said, turns=turns)):
+                raise ValueError(f"the chat template of the tokenizer leaves out {what}")
 
     def pieces(self, said: Conversation) -> list[Piece]:
         """The conversation in order.
@@ -525,6 +532,8 @@ _OTHER_WEIGHTS = ("loss", "loss_mask", "train", "training", "trainable")
 """Keys by which other trainers mark answers that are not learned."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys that data sets and chat templates have for what an answer reasons before its content."""
+_THOUGHT = "</think>"
+"""Ends what an answer reasons within its content."""
 _ROLE_OF = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
 _LONGEST_LINE = 1 << 26  # bytes
 _SPACE = re.compile(r"[ \t\n\r]*")

@@ -340,6 +340,17 @@ def test_reasoning_that_is_not_written_is_refused(tmp_path: Path, name: str) -> 
     MarkedTurns("\0").check(Conversation((*reasoned().turns, Turn("assistant", "b", False, {name: "two"}))))
 
 
+def test_a_template_may_not_leave_out_what_the_last_answer_thinks_in_its_content(tmp_path: Path) -> None:
+    """As that of DeepSeek-V3.1 does."""
+    answer = {"content": "<think>two</think>four"}
+    chat_format(tokenizer_folder(tmp_path / "kept", FORGETFUL), None).check(reasoned(**answer))
+    forgets = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+    written = chat_format(tokenizer_folder(tmp_path / "left out", forgets), None)
+    with pytest.raises(ValueError, match="leaves out what an answer has before </think>: let the template write that"):
+        written.check(reasoned(**answer))
+    written.check(reasoned(content="<think>\n\n</think>four"))
+
+
 def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text("\n".join([json.dumps({"prompt": "p", "response": "r"})] * 2))
