@@ -190,3 +190,8 @@ def test_mistakes_are_one_sentence(
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert [word for word in words if word not in captured.err] == [], captured.err
+
+
+def test_tasks_may_stand_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--json"]) == 2
+    assert "error: FILE must be given, or --tasks NAMES in its place (" in capsys.readouterr().err

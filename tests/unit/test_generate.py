@@ -492,7 +492,8 @@ def test_steps_order_the_files_of_a_copied_run(tmp_path: Path) -> None:
     [
         (["nowhere", "a"], ["nowhere does not exist", "outputs/quickstart", "hf download ORG/NAME"]),
         (["empty", "a"], ["empty is a run without a checkpoint", "train it"]),
-        (["run"], ["PROMPT must be given"]),
+        (["run"], ["error: PROMPT must be given, or --chat for a dialogue in its place ("]),
+        ([], ["error: RUN, PROMPT must be given, or --chat for a dialogue in its place ("]),
         (["run", "a", "--chat"], ["'a' is one argument too many"]),
         (["run", "--chat", "--system", ""], ["--system is empty"]),
         (["run", ""], ["the prompt is empty", "give some text"]),
@@ -526,7 +527,8 @@ def test_mistakes_are_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    prepare(Path(arguments[0]).name)
+    if arguments:
+        prepare(Path(arguments[0]).name)
     says(monkeypatch, "0")
     assert main(arguments) == 2
     captured = capsys.readouterr()
