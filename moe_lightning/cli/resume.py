@@ -98,21 +98,24 @@ def _is_possible(key: str, before: Any, value: Any, given: Mapping[str, Any]) ->
     return group == "model" and TARGET in model and is_resumable(located(model[TARGET], "model"), path)  # type: ignore[arg-type]
 
 
-def check_changes(found: list[SettingChange], *, overrides: bool) -> None:
+def check_changes(found: list[SettingChange], *, overrides: bool, is_named: bool = False) -> None:
     """Refuse to go on where the command would not do what it says.
 
     Args:
         found: see `changes`.
         overrides: the command asks for what is on request.
+        is_named: of a checkpoint that the command names or only measures, which is the same for every run.
 
     Raises:
         ConfigurationError: what differs, and what to do about it.
     """
     impossible = [change for change in found if not change.is_possible]
     if impossible:
+        of_run, cure = " of this run", "give this run another run_name, or start over with resume=false"
+        if is_named:
+            of_run, cure = "", "or name another checkpoint"
         raise ConfigurationError(
-            f"the checkpoint of this run has another shape or meaning: {_listed(impossible)}; leave it as it was, "
-            "give this run another run_name, or start over with resume=false"
+            f"the checkpoint{of_run} has another shape or meaning: {_listed(impossible)}; leave it as it was, {cure}"
         )
     asked = [change for change in found if change.is_on_request]
     if asked and not overrides:

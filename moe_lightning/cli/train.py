@@ -783,7 +783,7 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     start = newest.path if newest is not None else named
     former = start and config_of(start)
     found = changes(former, config) if former else []
-    check_changes(found, overrides=config["resume_overrides"])
+    check_changes(found, overrides=config["resume_overrides"], is_named=newest is None)
     if newest is not None:
         return None, f", resuming after step {newest.step} (resume=false starts over){effect(found)}"
     return None, effect(found)

@@ -124,7 +124,9 @@ class RunRecord(Callback):
             former, given = json.loads(json.dumps([dict(former), dict(given)], default=str))
             found = changes({"model": former}, {"model": {**given, TARGET: target}})
             is_resumed = trainer.state.fn == TrainerFn.FITTING  # otherwise nothing is trained with the given settings
-            check_changes(found, overrides=self._config["resume_overrides"] or not is_resumed)
+            is_named = not is_resumed or isinstance(self._config["resume"], str)
+            overrides = self._config["resume_overrides"] or not is_resumed
+            check_changes(found, overrides=overrides, is_named=is_named)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -110,8 +110,11 @@ def test_options_that_leave_the_trained_function_may_change(model: str, option: 
 )
 def test_what_cannot_change(key: str, value: Any) -> None:
     found = changes(FORMER, _with(**{key: value}))
-    with pytest.raises(ConfigurationError, match=r"another shape or meaning: .* -> .*; leave it as it was"):
+    told = r"has another shape or meaning: .* -> .*; leave it as it was, "
+    with pytest.raises(ConfigurationError, match=rf"of this run {told}give this run another run_name, or start over"):
         check_changes(found, overrides=True)
+    with pytest.raises(ConfigurationError, match=rf"^the checkpoint {told}or name another checkpoint$"):
+        check_changes(found, overrides=True, is_named=True)
 
 
 def _pretrained(place: str | None, tokenizer: str, target: str = "huggingface.module.HuggingFaceConfig") -> Any:
@@ -288,7 +291,10 @@ def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
     [
         ({"router": {"top_k": 1, "aux_loss_coef": 0.5}}, None),
         ({"init_std": 0.5}, None),
-        ({"router": {"scale": 2.0}}, r"has another shape or meaning: model.router.scale 1.0 -> 2.0"),
+        (
+            {"router": {"scale": 2.0}},
+            r"has another shape or meaning: model.router.scale 1.0 -> 2.0; .* or name another checkpoint",
+        ),
     ],
     ids=str,
 )
@@ -300,7 +306,7 @@ def test_a_checkpoint_away_from_its_run_is_compared_with_the_model(
     trainer = quiet_trainer(max_steps=1)
     trainer.fit(GPTModule(TINY), data)
     trainer.save_checkpoint(tmp_path / "copy.ckpt")
-    config = {"model": {"_target_": "moe_lightning.models.gpt.GPTConfig"}, "resume_overrides": False}
+    config = {"model": {"_target_": "moe_lightning.models.gpt.GPTConfig"}, "resume": "a", "resume_overrides": False}
     record = RunRecord(RunDirectory(tmp_path), config)
     trainer, module = quiet_trainer(max_steps=2, callbacks=[record]), GPTModule({**TINY, **options})
     with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
@@ -311,7 +317,7 @@ def test_a_checkpoint_away_from_its_run_is_compared_with_the_model(
 def test_a_validation_does_not_go_on_with_other_settings(fn: TrainerFn, tmp_path: Path) -> None:
     """The original model may lie elsewhere; what the weights mean is compared all the same."""
     target = {"_target_": "moe_lightning.models.huggingface.module.HuggingFaceConfig"}
-    record = RunRecord(RunDirectory(tmp_path), {"model": target, "resume_overrides": False})
+    record = RunRecord(RunDirectory(tmp_path), {"model": target, "resume": True, "resume_overrides": False})
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
 
     def load(**given: Any) -> None:
@@ -322,5 +328,6 @@ def test_a_validation_does_not_go_on_with_other_settings(fn: TrainerFn, tmp_path
     is_refused = pytest.raises(ConfigurationError, match=r"other settings: model.pretrained '/a/base' -> ")
     with is_refused if fn == TrainerFn.FITTING else nullcontext():
         load(pretrained="/b/base")
-    with pytest.raises(ConfigurationError, match="another shape or meaning"):
+    cure = "give this run another run_name" if fn == TrainerFn.FITTING else "or name another checkpoint"
+    with pytest.raises(ConfigurationError, match=f"another shape or meaning: .*, {cure}"):
         load(overrides={"num_experts_per_tok": 1})
