@@ -205,10 +205,16 @@ class StepLoader:
             trainer: whose rank, world and accumulation the loader takes; None: one process.
 
         Raises:
-            ConfigurationError: as StepSampler and `bind_to`.
+            ConfigurationError: as StepSampler and `bind_to`, or training has fewer samples than a step.
         """
+        num_samples = len(dataset)  # type: ignore[arg-type]
+        if training and num_samples < global_batch_size:
+            raise ConfigurationError(
+                f"global_batch_size={global_batch_size} is more than the {num_samples} samples for training: lower it, "
+                "or give more data"
+            )
         step_sampler = sampler(
-            num_samples=len(dataset),  # type: ignore[arg-type]
+            num_samples=num_samples,
             global_batch_size=global_batch_size,
             seed=seed,
             shuffle=training,

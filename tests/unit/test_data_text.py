@@ -795,3 +795,16 @@ def test_stock_lightning_resumes_with_the_tokenizer(trained: TextData, book: Pat
     trainer.strategy.resume_overrides = True  # type: ignore[attr-defined]
     trainer.fit(Counter(), other, ckpt_path=tmp_path / "one.ckpt")
     assert other.state_dict() == trained.state_dict()
+
+
+def test_text_for_less_than_a_step_is_told_with_the_keys_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 700)
+    data = TextData(
+        source=str(tmp_path / "a.txt"), context_length=16, val_samples=4, global_batch_size=64, cache_dir=tmp_path
+    )
+    data.prepare_data()
+    data.setup()
+    with pytest.raises(
+        ConfigurationError, match=r"^global_batch_size=64 is more than the \d+ samples for training: lower it"
+    ):
+        data.train_dataloader()
