@@ -188,7 +188,7 @@ def _edit(arguments: argparse.Namespace, console: Console) -> int:
         ("experts of a layer", f"{report.experts[0]} -> {report.experts[1]}"),
         ("experts of a token", f"{report.top_k[0]} -> {report.top_k[1]}"),
         ("validation loss", loss),
-        ("go on with", f"moe-train run_name=NAME resume={arguments.target} {keys}"),
+        ("go on with", f"the settings of the run, and run_name=NAME resume={arguments.target} {keys}"),
     )
     console.print(facts, soft_wrap=True)
     return 0

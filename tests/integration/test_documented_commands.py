@@ -143,7 +143,10 @@ def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_experts_are_edited_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "editing-experts.md"
-    assert moe_train(tmp_path, *SMALL, "run_name=text").returncode == 0
+    Path("corpus").mkdir()
+    write_words(Path("corpus"), 400)
+    trained = moe_train(tmp_path, *SMALL, "recipes=text", "data.source=corpus/")
+    assert trained.returncode == 0, trained.stderr
     shown = [arguments for arguments in commands(page, "moe-ckpt") if arguments[:1] == ["edit"] and arguments[1:]]
     assert len(shown) == 3
     saved = next(Path("outputs/text/checkpoints").glob("*.ckpt"))
