@@ -189,6 +189,18 @@ def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the loop counts that batch again as it restarts
 
 
+def continue_epoch(loops: dict[str, Any]) -> None:
+    """Let the fit loop's state of a run that was stopped within an epoch continue that epoch. Lightning counts it as
+    ended, and takes the batches that are left of it for a whole one, at whose end nothing is validated.
+    """
+    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    is_within = any(batches["current"].values()) and not batches["is_last_batch"]
+    if is_within and epochs["total"]["processed"] == epochs["total"]["ready"]:
+        for count in (epochs["total"], epochs["current"]):
+            count["processed"] -= 1
+            count["completed"] = count["processed"]
+
+
 def scheduler_steps(trainer: pl.Trainer) -> list[object]:
     """Return how often each learning rate scheduler has stepped; None for one that is not of torch."""
     return [getattr(config.scheduler, "_step_count", None) for config in trainer.lr_scheduler_configs]

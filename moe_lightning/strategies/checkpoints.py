@@ -362,6 +362,8 @@ def take_positions(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     positions: list[dict[str, Any]] = checkpoint.get(LOADERS_KEY, [])
     if positions:
         _fit_loop_state(checkpoint).pop("combined_loader", None)  # Lightning would restore some of them once more
+        if "loops" in checkpoint:
+            private_lightning.continue_epoch(checkpoint["loops"]["fit_loop"])
     _leave_ended_epoch(checkpoint)
     return positions
 

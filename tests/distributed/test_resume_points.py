@@ -108,6 +108,55 @@ def test_the_loop_says_that_it_was_resumed_to_the_end_of_the_epoch(limit: str, t
     assert watch.seen == [True] * left + [False] * (len(resumed["losses"]) - left)
 
 
+class StopsAt(Callback):
+    """Stops a run in the middle of an epoch, as EarlyStopping, Timer and Ctrl-C do."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 == self.batch
+
+
+class Epochs(Callback):
+    """The epochs that have ended, with the steps until then."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, int]] = []
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.ended.append((trainer.current_epoch, trainer.global_step))
+
+
+@pytest.mark.parametrize(
+    ("saver", "batch", "micros"),
+    [
+        ("ModelCheckpoint", 5, 1),
+        slow("ModelCheckpoint", 13, 2),
+        slow("PartialExpertsCheckpoint", 13, 1),
+        slow("save_checkpoint", 5, 2),
+        slow("save_checkpoint", 9, 2),
+    ],
+)
+def test_a_run_that_was_stopped_in_an_epoch_goes_on_in_it(saver: str, batch: int, micros: int, tmp_path: Path) -> None:
+    whole_run, place = {"max_epochs": 3, "accumulate_grad_batches": micros}, tmp_path / "last.ckpt"
+    options: dict[str, Any] = {"own_module": OnPlateau, "validate": True}
+    savers: dict[str, Callback] = {
+        "ModelCheckpoint": ModelCheckpoint(tmp_path, "last"),
+        "PartialExpertsCheckpoint": PartialExpertsCheckpoint(str(place), every_n_steps=100),
+        "save_checkpoint": Callback(),
+    }
+    whole = fit(whole_run, expected := Epochs(), **options)
+    saved = {"save_to": str(place)} if saver == "save_checkpoint" else {}
+    stopped = fit(whole_run, StopsAt(batch), savers[saver], **options, **saved)
+    resumed = fit(whole_run, seen := Epochs(), **options, ckpt_path=str(place))
+    assert len(stopped["losses"]) == batch
+    first, epoch = batch - batch % micros, batch // STEPS_OF_EPOCH
+    np.testing.assert_array_equal(resumed["losses"], whole["losses"][first:])
+    assert resumed["validations"] == whole["validations"][epoch:]
+    assert seen.ended == expected.ended[epoch:]
+
+
 class Validated(OwnModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("val/loss", self.embed(batch[0]).sum())
