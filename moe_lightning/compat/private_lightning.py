@@ -189,16 +189,31 @@ def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the loop counts that batch again as it restarts
 
 
-def continue_epoch(loops: dict[str, Any]) -> None:
-    """Let the fit loop's state of a run that was stopped within an epoch continue that epoch. Lightning counts it as
-    ended, and takes the batches that are left of it for a whole one, at whose end nothing is validated.
+def has_left_epoch(trainer: pl.Trainer) -> bool:
+    """True after an epoch that `on_train_batch_start` has ended with -1, until the next one begins. No public property
+    says it.
     """
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    epochs: Any = trainer.fit_loop.epoch_progress
+    is_left = batches.is_last_batch and batches.current.started < batches.current.processed
+    return is_left and epochs.total.processed == epochs.total.ready
+
+
+def correct_progress(loops: dict[str, Any]) -> None:
+    """Let the fit loop resume from its state at the batch where loaders that have a position resume."""
     batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
-    is_within = any(batches["current"].values()) and not batches["is_last_batch"]
-    if is_within and epochs["total"]["processed"] == epochs["total"]["ready"]:
+    total, current = batches["total"], batches["current"]
+    is_counted = epochs["total"]["processed"] == epochs["total"]["ready"]
+    if batches["is_last_batch"] and current["started"] < current["processed"]:
+        # on_train_batch_start has ended the epoch with -1, and the loop takes that batch for one that failed.
+        current |= {"started": current["ready"], "completed": current["ready"]}
+    elif is_counted and not batches["is_last_batch"] and any(current.values()):
+        # The run was stopped within an epoch, and the loop would take what is left of it for a whole one.
         for count in (epochs["total"], epochs["current"]):
             count["processed"] -= 1
             count["completed"] = count["processed"]
+    for name in ("started", "processed", "completed"):  # without those that former epochs lack
+        total[name] = total["ready"] - current["ready"] + current[name]
 
 
 def scheduler_steps(trainer: pl.Trainer) -> list[object]:

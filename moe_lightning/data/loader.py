@@ -302,6 +302,11 @@ class StepLoader:
         """The position before the step of the batch yielded last, for a step that did not end."""
         return self.state_dict() if self._before_step is None else dict(self._before_step)
 
+    def state_after_epoch(self) -> dict[str, Any]:
+        """The position at the end of the epoch of the batch yielded last."""
+        size = self.step_sampler.epoch_size
+        return self.state_dict() | {"consumed": -(-self.step_sampler.consumed // size) * size}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position; raises ConfigurationError as StepSampler.load_state_dict."""
         self.step_sampler.load_state_dict(state_dict)

@@ -107,7 +107,8 @@ class Checkpoints:
         """
         trainer = self._state.trainer
         is_open = is_in_step(trainer)
-        checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open)
+        has_left = private_lightning.has_left_epoch(trainer)
+        checkpoint[LOADERS_KEY] = loader_states(trainer.train_dataloader, is_in_step=is_open, has_left_epoch=has_left)
         if is_open and checkpoint[LOADERS_KEY] and "loops" in checkpoint:
             private_lightning.leave_open_step_out(checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches)
 
@@ -363,7 +364,7 @@ def take_positions(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     if positions:
         _fit_loop_state(checkpoint).pop("combined_loader", None)  # Lightning would restore some of them once more
         if "loops" in checkpoint:
-            private_lightning.continue_epoch(checkpoint["loops"]["fit_loop"])
+            private_lightning.correct_progress(checkpoint["loops"]["fit_loop"])
     _leave_ended_epoch(checkpoint)
     return positions
 

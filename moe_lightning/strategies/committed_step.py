@@ -106,7 +106,7 @@ class FitProgress:
         `with_dues`.
         """
         private_lightning.load_callbacks(trainer, dump, is_checkpoint=True)
-        private_lightning.continue_epoch(dump["loops"]["fit_loop"])
+        private_lightning.correct_progress(dump["loops"]["fit_loop"])
         return cls(
             step=dump["global_step"],
             loops=dump["loops"]["fit_loop"],

@@ -136,12 +136,15 @@ def _warn_of_no_position(reason: str) -> None:
     rank_zero_warn(f"This run has one rank, and no position in its data is saved: {reason}")
 
 
-def loader_states(loaders: object, *, is_in_step: bool = False) -> list[dict[str, Any]]:
+def loader_states(loaders: object, *, is_in_step: bool = False, has_left_epoch: bool = False) -> list[dict[str, Any]]:
     """Return the positions of the StepLoaders in a collection of loaders.
 
     Args:
         is_in_step: take those before the step that has not ended.
+        has_left_epoch: take those after the epoch, which was left before its end.
     """
+    if has_left_epoch:
+        return [loader.state_after_epoch() for loader in _step_loaders(loaders)]
     return [_state_of(loader, is_in_step) for loader in _step_loaders(loaders)]
 
 

@@ -162,6 +162,32 @@ class Validated(OwnModule):
         self.log("val/loss", self.embed(batch[0]).sum())
 
 
+class Skipping(Validated):
+    """Ends the first epoch before its fourth batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.trainer.fit_loop.total_batch_idx == 3 else None
+
+
+@pytest.mark.parametrize("limit", [LIMITS["max_epochs"][1], slow(LIMITS["max_steps"][1])])
+def test_a_run_that_has_left_an_epoch_goes_on(limit: dict[str, int], tmp_path: Path) -> None:
+    """With the next epoch, and later within one and at the end of one."""
+    options: dict[str, Any] = {"own_module": Skipping, "validate": True}
+    savers = [
+        ModelCheckpoint(tmp_path, "epoch-{step}", save_top_k=-1),
+        ModelCheckpoint(tmp_path, "batch-{step}", every_n_train_steps=5, save_top_k=-1),
+    ]
+    whole = fit(limit, expected := Epochs(), *savers, **options)
+    assert expected.ended[0] == (0, 3)
+    saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    for path in saved:
+        step = int(path.stem.split("=")[1])
+        resumed = fit(limit, seen := Epochs(), **options, ckpt_path=str(path))
+        np.testing.assert_array_equal(resumed["losses"], whole["losses"][step:], err_msg=path.name)
+        assert resumed["validations"] == whole["validations"][len(whole["validations"]) - len(resumed["validations"]) :]
+        assert seen.ended == expected.ended[len(expected.ended) - len(seen.ended) :], path.name
+
+
 @pytest.mark.slow
 def test_a_file_is_loaded_after_a_directory(tmp_path: Path) -> None:
     """By one Trainer: the state of the directory that it resumed from does not replace that of the file."""
