@@ -194,9 +194,9 @@ def has_left_epoch(trainer: pl.Trainer) -> bool:
     says it.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-    epochs: Any = trainer.fit_loop.epoch_progress
+    epochs: Any = trainer.fit_loop.epoch_progress.total
     is_left = batches.is_last_batch and batches.current.started < batches.current.processed
-    return is_left and epochs.total.processed == epochs.total.ready
+    return bool(is_left and epochs.processed == epochs.ready)
 
 
 def correct_progress(loops: dict[str, Any]) -> None:
@@ -509,7 +509,7 @@ _OF_RANK_ZERO = rank_zero_only(lambda: None).__code__  # the wrapper's, which al
 
 def end_resumed_epochs(trainer: pl.Trainer) -> None:
     """Let the end of an epoch that was resumed be that of any other, until `end_epochs_as_usual`: Lightning leaves out
-    what schedulers of plateaus do there, although no metric of it is missing. No public hook comes just before it.
+    what schedulers of plateaus do there, also where their metric is there. No public hook comes just before it.
     """
     trainer.fit_loop.on_advance_end = partial(_end_epoch_without_restart, trainer.fit_loop)  # type: ignore[method-assign]
 
@@ -520,8 +520,13 @@ def end_epochs_as_usual(trainer: pl.Trainer) -> None:
 
 
 def _end_epoch_without_restart(loop: Any) -> None:
-    loop._restarting = False  # the loop's own setter keeps True under `max_steps`
+    is_resumed, loop._restarting = loop._restarting, False  # the loop's own setter keeps True under `max_steps`
+    strict = [config for config in loop.trainer.lr_scheduler_configs if is_resumed and config.strict]
+    for config in strict:
+        config.strict = False  # its metric may be of a validation before the checkpoint, and is in no file
     type(loop).on_advance_end(loop)
+    for config in strict:
+        config.strict = True
 
 
 def warn_of_few_workers(trainer: pl.Trainer, loader: DataLoader[Any]) -> None:

@@ -96,6 +96,14 @@ def test_a_plateau_looks_at_the_epoch_that_was_gone_on_with(limit: str, tmp_path
     np.testing.assert_array_equal(resumed["losses"], whole["losses"][-len(resumed["losses"]) :])
 
 
+def test_a_plateau_passes_over_an_epoch_that_was_validated_before_the_checkpoint(tmp_path: Path) -> None:
+    """As in stock Lightning, for lack of the metric."""
+    saver = ModelCheckpoint(tmp_path, "last", save_on_train_epoch_end=False)
+    fit({"max_epochs": 2}, saver, own_module=OnPlateau, validate=True)
+    resumed = fit({"max_epochs": 3}, own_module=OnPlateau, validate=True, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert len(resumed["losses"]) == STEPS_OF_EPOCH
+
+
 @pytest.mark.parametrize("limit", LIMITS)
 def test_the_loop_says_that_it_was_resumed_to_the_end_of_the_epoch(limit: str, tmp_path: Path) -> None:
     """As in stock Lightning."""
