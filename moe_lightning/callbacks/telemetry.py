@@ -39,7 +39,7 @@ from moe_lightning.models.gpt import held_parameters, model_size, whole_paramete
 from moe_lightning.models.gpt_module import SupervisedModule
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import ExchangeClock
+from moe_lightning.parallel.context import ExchangeClock, all_reduce_
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.placed_experts import StageMap, stages_of
 from moe_lightning.strategies.rank_outliers import RankComparison
@@ -458,11 +458,16 @@ def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:
     """
     values = {metric.name: metric.value for metric in metrics}
     names = {kind: [metric.name for metric in metrics if metric.over_ranks == kind] for kind in ("sum", "mean", "max")}
+    strategy = trainer.strategy
     for kind, of_kind in names.items():
         if of_kind and trainer.world_size > 1:
-            own, device = [values[name] for name in of_kind], trainer.strategy.root_device
+            own, device = [values[name] for name in of_kind], strategy.root_device
             local = torch.tensor(own, dtype=torch.float64, device=device)
-            values |= zip(of_kind, trainer.strategy.reduce(local, reduce_op=kind).tolist(), strict=True)
+            if kind == "sum" and isinstance(strategy, ExpertParallelStrategy):  # also ranks that have the same samples
+                all_reduce_(local, strategy.world.stage)
+            else:
+                local = strategy.reduce(local, reduce_op=kind)
+            values |= zip(of_kind, local.tolist(), strict=True)
     if (stages := stages_of(trainer)).num_stages > 1:
         gathered = all_gather_json(values, stages.pipe)
         values = dict(chain.from_iterable(own.items() for own in reversed(gathered)))

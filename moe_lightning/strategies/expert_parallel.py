@@ -443,19 +443,22 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
         """As in DDP, but a mean inside a step is that over the micro-batch's samples, and integers have exact means.
-        Without a group over the ranks of a pipeline stage, because other stages log the same values.
+        Without a group over the ranks of a pipeline stage, because other stages log the same values; a sum then has the
+        values of each sample once.
         """
-        is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg", "reduceop.avg")
-        if is_mean and isinstance(tensor, Tensor):
+        operation = str(reduce_op).lower().rpartition(".")[2]  # torch's are RedOpType.SUM, RedOpType.AVG
+        is_sum = isinstance(tensor, Tensor) and operation == "sum"
+        if operation in ("none", "mean", "avg") and isinstance(tensor, Tensor):
             tensor, reduce_op = self.steps.share_of_mean(tensor, over_all_ranks=group is None)
         if self.world_size == 1:
             return tensor
-        stage = self.world.stage if self.worlds.is_joined else None
-        if group is None and stage is not None and stage is not self.world:
+        stage = self.world.stage if self.worlds.is_joined and group is None else None
+        if stage is not None and stage is not self.world:
             if stage.size == 1:
                 return tensor
             group = stage.dense
-        return super().reduce(tensor, group, reduce_op)
+        reduce = partial(super().reduce, group=group, reduce_op=reduce_op)
+        return self.steps.sum_over_ranks(tensor, reduce) if is_sum and stage is not None else reduce(tensor)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -285,8 +285,7 @@ class Steps:
 
     def scale_sum(self, loss: Tensor) -> Tensor:
         """See `moe_lightning.moe.losses.global_sum`."""
-        shape = self._worlds.present.shape
-        copies = 1 if self.batch is None else shape.sharers // shape.cp  # ranks that have summed the same
+        copies = 1 if self.batch is None else self._num_copies
         return self.weights.scale_sum(loss, self.batch, self._worlds.present.stage) / copies
 
     def share(self) -> float | Tensor:
@@ -305,6 +304,23 @@ class Steps:
         if not over_all_ranks or self.batch is None or self._worlds.present.stage.size == 1:
             return value, "mean"
         return value * self.batch.micro_share, "sum"
+
+    def sum_over_ranks(self, value: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum of a value over all ranks, to which each sample contributes once; collective.
+
+        Args:
+            reduce: returns the sum over the ranks, whatever their samples are.
+        """
+        is_dummy = self.batch is not None and self.is_dummy_batch
+        of_all = reduce(torch.zeros_like(value) if is_dummy else value)
+        mode = None if of_all.is_floating_point() else "floor"
+        return of_all.div(self._num_copies, rounding_mode=mode) if self._num_copies > 1 else of_all
+
+    @property
+    def _num_copies(self) -> int:
+        """Ranks that sum the same values."""
+        shape = self._worlds.present.shape
+        return shape.sharers // shape.cp
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the loss times this rank's share of the step, undoing Lightning's division by the number of

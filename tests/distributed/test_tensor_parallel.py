@@ -210,6 +210,40 @@ def test_evaluation_alone_is_that_of_one_rank() -> None:
         assert predictions == [(5, 16)] * 3
 
 
+class Summed(Planned):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True, on_step=True, on_epoch=True)
+        self.log("numbers", torch.tensor(len(batch[0])), reduce_fx="sum", sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Sums(Callback):
+    """The sums of a step, and of an epoch."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, ...]] = []
+        self.epoch = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.steps.append(tuple(float(trainer.callback_metrics[name]) for name in ("samples_step", "numbers")))
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.epoch = float(trainer.callback_metrics["samples_epoch"])
+
+
+def summed(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[list[tuple[float, ...]], float]:
+    options: dict[str, Any] = {"dataset_size": 25, "trainer": {"max_epochs": 1, "max_steps": -1}}
+    train(rank, world_size, own_module=Summed, strategy=strategy, callbacks=[sums := Sums()], **options)
+    return sums.steps, sums.epoch
+
+
+@pytest.mark.parametrize("strategy", [TP2, {}])
+def test_each_sample_is_summed_once(strategy: dict[str, Any]) -> None:
+    """Also where ranks have none in the last batch."""
+    expected = [(12.0, 12.0), (12.0, 12.0), (1.0, 1.0)], 25.0
+    assert run_ranks(4, partial(summed, strategy=strategy)) == [expected] * 4
+
+
 class Speed(Callback):
     """The speed in the summary of a run."""
 
