@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures
 from moe_lightning.simulate.hardware import Hardware
@@ -119,6 +120,12 @@ def test_memory_of_a_rank_written_out() -> None:
 @pytest.mark.parametrize(("pp", "chunks", "expected"), [(1, 1, 1), (4, 1, 4), (4, 2, 5.5), (4, 4, 4.75)])
 def test_micro_batches_on_their_way(pp: int, chunks: int, expected: float) -> None:
     assert in_flight(pp, chunks) == expected
+
+
+def test_schedules_differ_in_their_stages() -> None:
+    """By these alone training chooses the order of micro-batches, and the models choose bubbles and activations."""
+    assert {*STAGES_PER_RANK} == {*get_args(ScheduleName)}
+    assert len({*STAGES_PER_RANK.values()}) == len(STAGES_PER_RANK), "one would be computed and predicted as another"
 
 
 def test_stages_get_whole_layers() -> None:
