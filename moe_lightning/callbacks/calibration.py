@@ -73,7 +73,7 @@ def calibrate(layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtyp
     Args:
         layers: of the model; experts of equal shape are timed once.
         world: the ranks.
-        weight_dtype: what experts compute in and shadows travel in.
+        weight_dtype: what experts compute in, and what rows and shadows travel in.
     """
     exchange = measure_exchange(world)
     by_shape: dict[tuple[torch.Size, ...], ExpertTimes] = {}
@@ -131,7 +131,7 @@ def _block_costs(layer: MoELayer, link: Line, times: ExpertTimes, weight_dtype: 
     numbers = sum(stack.shape[1:].numel() for stack in stacks)
     trained_bytes = sum(s.shape[1:].numel() * s.element_size() for s in stacks if s.requires_grad)
     return BlockCosts(
-        row_bytes=layer.experts.width * layer.experts.dtype.itemsize,
+        row_bytes=layer.experts.width * weight_dtype.itemsize,
         weight_bytes=numbers * weight_dtype.itemsize,
         gradient_bytes=trained_bytes,
         bytes_per_s=1 / max(link.per_unit_s, 1e-15),

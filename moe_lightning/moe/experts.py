@@ -457,7 +457,7 @@ class Experts(private_torch.Float32Module):
         Returns:
             [M, D] in the dtype that autocast asks for, else that of x.
         """
-        dtype = _computed_in(x_MD)
+        dtype = computed_in(x_MD)
         stacks = self.stacked_parameters() if weights is None else weights
         if "b_up" not in stacks and self.adapter is None and ops.fuses_experts(x_MD):
             up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
@@ -502,7 +502,7 @@ class Experts(private_torch.Float32Module):
             sort: their assignments by slot.
             weights_TK: of each assignment.
         """
-        dtype = _computed_in(x_TD)
+        dtype = computed_in(x_TD)
         stacks = self.stacked_parameters() if weights is None else weights
         up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
         return ops.expert_mlp(
@@ -519,7 +519,8 @@ class Experts(private_torch.Float32Module):
         return f"num_experts={self.num_experts}, slots={list(self.slot_experts)}, activation={self.activation}"
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
+def computed_in(x: Tensor) -> torch.dtype:
+    """Return the dtype that experts compute these rows in: what autocast asks for, else theirs."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -20,7 +20,7 @@ from moe_lightning.dispatch.dispatcher import Dispatched, Dispatcher
 from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.dispatch.shadow_exchange import ShadowTransfers
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.moe.experts import VACANT, Activation, Experts, FeedForward
+from moe_lightning.moe.experts import VACANT, Activation, Experts, FeedForward, computed_in
 from moe_lightning.moe.losses import RealTokens, load_balancing_loss, router_z_loss, warn_of_unused_loss
 from moe_lightning.moe.router import ROUTERS, RouterConfig, Routing, TokenRouter
 
@@ -369,9 +369,10 @@ class MoELayer(nn.Module):
         dispatcher: Dispatcher,
         stacks: Mapping[str, Tensor] | None,
     ) -> Tensor:
-        """Dispatch tokens, compute experts, combine results."""
+        """Dispatch tokens in the dtype that experts compute in, compute experts, combine results."""
         overlap_fn = self.overlap_fn if self.training else None
         ids_TK = routing.expert_ids_TK
+        x_TD = x_TD.to(computed_in(x_TD))
         sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, overlap_fn, is_training=self.training)
         if self.shadow_transfers is not None:
             self.shadow_transfers.before_experts()

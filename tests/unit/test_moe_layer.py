@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ def test_bf16_autocast_stays_close() -> None:
     torch.testing.assert_close(out.float(), exact, rtol=0.1, atol=0.1)
     (out.float().sum() + layer.auxiliary_loss).backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+def test_rows_travel_in_the_dtype_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, found = make(activation="swiglu"), torch.randn(30, D_MODEL, requires_grad=True), []
+    for stays_here in (True, False):
+        monkeypatch.setattr(layer.experts, "takes_tokens", lambda _, stays_here=stays_here: stays_here)
+        spied = mock.patch.object(layer.dispatcher, "dispatch", wraps=layer.dispatcher.dispatch)
+        with spied as dispatch, torch.autocast("cpu", dtype=torch.bfloat16):
+            out = layer(x)
+        found.append((out, *torch.autograd.grad(out.float().sum(), x)))
+    assert dispatch.call_args.args[0].dtype == torch.bfloat16
+    for sent, expected in zip(*found, strict=True):
+        assert torch.equal(sent, expected), "on several ranks tokens are not what they are on one"
 
 
 def test_the_layer_works_under_activation_checkpointing() -> None:
