@@ -211,10 +211,16 @@ def broadcast_optimizers(state: State, receivers: Collection[int], world: World,
 
     States that a receiver lacks are created, filled with zeros.
     """
-    own = dict(state.module.named_parameters())
-    trained = {name: parameter.requires_grad for name, parameter in own.items()}
-    objects, shapes, trained = broadcast_object((state.objects(), state.moment_shapes(), trained), source, world)
+    broadcast_frozen(state.module, receivers, world, source)
+    objects, shapes = broadcast_object((state.objects(), state.moment_shapes()), source, world)
+    if world.rank in receivers:
+        state.adopt(objects, shapes)
+
+
+def broadcast_frozen(module: nn.Module, receivers: Collection[int], world: World, source: int) -> None:
+    """Broadcast which parameters are frozen on the source rank to the receivers; collective."""
+    own = dict(module.named_parameters())
+    trained = broadcast_object({name: parameter.requires_grad for name, parameter in own.items()}, source, world)
     if world.rank in receivers:
         for name in own.keys() & trained.keys():
             own[name].requires_grad_(trained[name])
-        state.adopt(objects, shapes)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair
+from moe_lightning.checkpoint.full_state import broadcast_frozen
 from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan
@@ -615,6 +616,11 @@ class ElasticWorlds:
         units = fetch_dense(state, plan, world) if plan.level == "live" else {}
         state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
         self._strategy.set_present(world)  # from here on the new world is the present one
+        if plan.level != "live":  # else it comes with the optimizers
+            knows = all_gather_json(not self.is_newcomer, world)
+            if any(knows):
+                newcomers = {rank for rank, is_old in enumerate(knows) if not is_old}
+                broadcast_frozen(state.module, newcomers, world, knows.index(True))
         if saved is not None or state.shards.moves_optimizers:
             self.step.begin_overwriting()
         state.reshard(plan.shards if plan.level == "live" else (), units)

@@ -216,6 +216,53 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
+class Unfreeze(pl.Callback):
+    """Trains the embeddings from step 3 on."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        module: Any = pl_module
+        configure_model, configure_optimizers = module.configure_model, module.configure_optimizers
+
+        def frozen_model() -> None:
+            configure_model()
+            self._set(module, trained=False)
+
+        def optimizers_of_all() -> Any:
+            self._set(module, trained=True)
+            found = configure_optimizers()
+            self._set(module, trained=False)
+            return found
+
+        module.configure_model, module.configure_optimizers = frozen_model, optimizers_of_all
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self._set(pl_module, trained=True)
+
+    def _set(self, module: pl.LightningModule, *, trained: bool) -> None:
+        for name, parameter in module.named_parameters():
+            if "embed" in name:
+                parameter.requires_grad_(trained)
+
+
+def unfreeze(folder: Path) -> list[pl.Callback]:
+    return [Unfreeze()]
+
+
+def test_a_rank_that_joins_a_rollback_trains_what_the_others_train(tmp_path: Path) -> None:
+    """It waits since step 2 until there are enough for a multiple, and joins when the only copy of moments is lost."""
+    kills = [Kill(worker=-1, step=step, place="backward", rank=rank) for step, rank in ((2, 3), (6, 1))]
+    strategy = {"dense": "zero1", "mesh": {"cp": 2}}
+    fault = Fault(
+        strategy=strategy, kills=kills, holds=[Hold(step=5, stored=4)], training={"callbacks": unfreeze},
+        options=SNAPSHOTS, sizes={STEPS: 2}, loses_steps=True, compares=False,
+    )  # fmt: skip
+    run = assert_survives(tmp_path, fault)
+    last = run.reports()[-1]
+    assert (last["ranks_before"], last["ranks_after"]) == (2, 2)
+    assert "arenas" in last["restored"]
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
     [
