@@ -137,6 +137,7 @@ def test_reading(typed: str, read: list[str] | None) -> None:
     ("typed", "refusal"),
     [
         ("--evaluation_strategy steps", "no key 'evaluation_strategy' here: trainer.val_check_interval=N"),
+        ("val_every=100", "no key 'val_every' here: trainer.val_check_interval=N validates every N micro-batches"),
         ("--group_by_length steps", "there is no option '--group_by_length'"),  # not: steps has no value
         ("mode=train", "task=train trains"),
         ("wandb.mode=offline", "logger.wandb.offline=true"),
