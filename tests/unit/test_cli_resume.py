@@ -117,6 +117,19 @@ def test_what_cannot_change(key: str, value: Any) -> None:
         check_changes(found, overrides=True, is_named=True)
 
 
+def test_sizes_that_null_stands_for_are_no_change() -> None:
+    target = FORMER["model"]["_target_"]
+    nulls = {"d_model": 64, "num_heads": 4, "d_hidden": None, "d_expert": None, "num_kv_heads": None}
+    sizes = {"d_hidden": 256, "d_expert": 256, "num_kv_heads": 4}
+    given: Any = {"model": {"_target_": target, **nulls}}
+    for former in ({"_target_": target, **nulls, **sizes}, nulls | sizes):  # of config.yaml, and of a checkpoint
+        assert changes({"model": former}, given) == []
+    found = changes(given, {"model": {"_target_": target, **nulls, **sizes, "d_hidden": 128}})
+    assert [str(change) for change in found] == ["model.d_hidden 256 -> 128"]
+    with pytest.raises(ConfigurationError, match="another shape or meaning"):
+        check_changes(found, overrides=True)
+
+
 def _pretrained(place: str | None, tokenizer: str, target: str = "huggingface.module.HuggingFaceConfig") -> Any:
     return {
         "model": {"_target_": f"moe_lightning.models.{target}", "pretrained": place},
