@@ -136,15 +136,16 @@ def overview(scenario: Scenario, report: Report, failures: Mapping[str, Any]) ->
 
 
 def _assumed(failures: Mapping[str, Any], nodes: int) -> str:
-    kind = failures["kind"]
+    kind, count = failures["kind"], failures["simultaneous"]
     if kind in ("exponential", "weibull"):
         mtbf = failures["node_mtbf_hours"]
+        others = "" if count == 1 else f", each time with {count - 1} more"
         return (
             f"assumed: a node fails every {mtbf:,g} h on average ({kind}), one of the {nodes} every "
-            f"{mtbf / nodes:,.3g} h; failures.node_mtbf_hours=N changes it"
+            f"{mtbf / nodes:,.3g} h{others}; failures.node_mtbf_hours=N changes it"
         )
     if kind == "periodic":
-        return f"assumed: one node every {failures['period_s']:,g} s"
+        return f"assumed: {'one node' if count == 1 else f'{count} nodes'} every {failures['period_s']:,g} s"
     return f"of the trace {failures['path']}" if kind == "trace" else "none assumed: failures.kind=exponential has some"
 
 

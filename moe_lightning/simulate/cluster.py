@@ -275,8 +275,8 @@ class SavedState:
         self.k_snapshot = min(experts, some or experts)
         self.k_persist = min(self.k_snapshot, policy.k_persist or experts)
         self.partial = self.k_persist < experts
-        self.written_bytes = 0.0
-        self.saves = 0
+        self.committed_bytes: list[float] = []  # of each checkpoint
+        self.saves = 0  # begun
         self.newest: HeldSnapshot | None = None
         self.written: HeldSnapshot | None = None
         self.storage = Mark()
@@ -333,7 +333,7 @@ class SavedState:
                 pass
             self.storage, self.written = done.snapshot.mark, done.snapshot
             self._storage_versions = np.where(done.persist_LE, self.storage.step, self._storage_versions)
-            self.written_bytes += done.nbytes
+            self.committed_bytes.append(done.nbytes)
             if self.partial:
                 self._ledger.complete_checkpoint(self.storage.step)
 

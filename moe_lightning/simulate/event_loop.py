@@ -259,7 +259,7 @@ class _Run:
             written_s = save.snapshot_s + save.persist_s
         stall_ns = round(stall_s * NS)
         self._begin_save(save, written_s, mark)
-        self._due["save"] = max(step + 1, mark.step + self._effective_interval(written_s))
+        self._due["save"] = max(step + 1, mark.step + self._effective_interval(save, self._step.duration_ns))
         self._ready_ns = max(self._ready_ns, self.now_ns) + stall_ns  # a rebalancing may have come before
         self.history.stall_ns += stall_ns
 
@@ -269,10 +269,10 @@ class _Run:
         writers = self.world.writers_LE
         self.saved.begin(mark, self.world.nodes, writers, done_ns=done_ns, nbytes=save.persist_bytes)
 
-    def _effective_interval(self, written_s: float) -> int:
+    def _effective_interval(self, save: SaveCost, step_ns: int) -> int:
         """Storage must have finished one checkpoint before the next begins (MoC 5.3)."""
-        least = 1 if self.policy.saving == "blocking" else ceil(written_s * NS / self._step.duration_ns)
-        return max(self.saved.interval_steps, least)
+        written_ns = (save.snapshot_s + save.persist_s) * NS
+        return max(self.saved.interval_steps, 1 if self.policy.saving == "blocking" else ceil(written_ns / step_ns))
 
     def _record(self) -> None:
         """Tell the ledger what was trained since the last time."""
@@ -418,9 +418,8 @@ class _Run:
         if self.policy.memory_interval_steps and self.policy.memory_interval_steps > 1:
             self._due["memory"] = step + self.policy.memory_interval_steps
         if self.policy.saving != "none":
-            save = self._save_cost()
-            self._due["save"] = self.saved.storage.step + self._effective_interval(save.snapshot_s + save.persist_s)
-            self._due["save"] = max(self._due["save"], step + 1)
+            interval = self._effective_interval(self._save_cost(), self._step.duration_ns)
+            self._due["save"] = max(self.saved.storage.step + interval, step + 1)
 
     def report(self) -> Report:
         """Close the accounts and return the result."""
@@ -430,7 +429,8 @@ class _Run:
         hardware = scenario.hardware
         save = save_cost(scenario.workload, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
         rank_bytes = self.model.memory().state
-        host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node
+        takes_snapshots = scenario.policy.saving != "none" or scenario.policy.memory_interval_steps is not None
+        host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node if takes_snapshots else 0.0
         window = None
         if len(save.copies_s) > 1:
             window = WindowCost(
@@ -459,9 +459,9 @@ class _Run:
             rebalance_s=self.history.rebalance_ns / NS,
             plt=saved.plt,
             k_persist=saved.k_persist,
-            interval_steps=self.saved.interval_steps,
-            checkpoints=saved.saves,
-            written_bytes=saved.written_bytes,
+            interval_steps=self._effective_interval(save, round(first.step_s * NS)),
+            checkpoints=len(saved.committed_bytes),
+            written_bytes=sum(saved.committed_bytes),
             exchange_bytes=first.exchange_bytes,
             rank_bytes=rank_bytes,
             host_bytes=host_bytes,

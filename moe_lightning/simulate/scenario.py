@@ -101,6 +101,7 @@ class Report:
         stall_s: that training waited for checkpoints.
         rebalance_s: that it waited for experts to move.
         plt: proportion of lost tokens.
+        interval_steps: between checkpoints at the end, not shorter than writing one takes.
         checkpoints, written_bytes: committed.
         rank_bytes: state of one rank; host_bytes: snapshots of one node.
         warnings: what the cluster could not hold.

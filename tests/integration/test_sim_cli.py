@@ -82,7 +82,12 @@ def test_published_models_are_known_by_name(
 
 def test_assumed_failures_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FAST, "failures.kind=exponential", "failures.node_mtbf_hours=80", "nodes=8"]) == 0
-    assert "a node fails every 80 h on average (exponential), one of the 8 every 10 h" in capsys.readouterr().out
+    assert "a node fails every 80 h on average (exponential), one of the 8 every 10 h;" in capsys.readouterr().out
+    three = [*FAST, "nodes=8", "failures.simultaneous=3"]
+    assert main([*three, "failures.kind=periodic", "failures.period_s=300"]) == 0
+    assert "assumed: 3 nodes every 300 s" in capsys.readouterr().out
+    assert main([*three, "failures.kind=exponential", "failures.node_mtbf_hours=80"]) == 0
+    assert "one of the 8 every 10 h, each time with 2 more;" in capsys.readouterr().out
 
 
 def test_lost_tokens_are_weighed_against_lossless_windows(capsys: pytest.CaptureFixture[str]) -> None:

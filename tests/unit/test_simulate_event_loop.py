@@ -77,8 +77,24 @@ def test_a_quiet_cluster_only_trains_and_saves() -> None:
     assert report.checkpoints == report.steps // 100
 
 
+def test_checkpoints_that_wait_for_storage_are_reported_as_they_come() -> None:
+    report = simulate(scenario(hardware=small_hardware(storage_bytes_per_s=2e7), interval_steps=5))
+    assert report.interval_steps > 100
+    assert report.checkpoints == pytest.approx(report.steps / report.interval_steps, abs=2)
+
+
+def test_a_checkpoint_on_its_way_is_not_counted() -> None:
+    given = scenario("base_async", hardware=small_hardware(storage_bytes_per_s=2e7), interval_steps=5)
+    report = simulate(given)
+    early = simulate(replace(given, duration_s=2.5 * report.interval_steps * report.step_s))
+    assert early.checkpoints == 1, "the second one has begun"
+    assert early.written_bytes == pytest.approx(report.written_bytes / report.checkpoints)
+
+
 def test_nothing_but_steps_without_saving() -> None:
-    report = simulate(scenario("ours", saving="none"))
+    tight = small_hardware(host_memory_bytes=1e9)
+    report = simulate(scenario("ours", saving="none", memory_interval_steps=None, hardware=tight))
+    assert (report.host_bytes, report.warnings) == (0.0, ())
     assert report.useful_ns + report.lost_ns == report.provided_ns
     assert report.steps == int(HOUR_S / report.step_s)
 
