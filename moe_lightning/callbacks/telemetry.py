@@ -145,6 +145,11 @@ class _Pace:
         self.tokens, self.flops, self.steps = self.tokens + tokens, self.flops + flops, self.steps + 1
         self._of_step = 0, 0.0
 
+    def undo(self) -> None:
+        """Forget the work since the last logging step, which is done again; its steps and time remain."""
+        self.tokens, self.flops = 0, 0.0
+        self._of_step = 0, 0.0
+
     def begin(self) -> None:
         """Training begins, or repeats a step that a fault has ended; the time that the fault took counts."""
         self._of_step = 0, 0.0
@@ -327,6 +332,7 @@ class Telemetry(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.tokens_seen = state_dict["tokens_seen"]
+        self._pace.undo()
 
     def _pace_metrics(self, *, has_mfu: bool) -> Iterator[Metric]:
         """Throughput since the last call.

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
@@ -208,6 +209,19 @@ def test_tokens_are_counted_on_over_a_resume(tmp_path: Path) -> None:
     _fit([resumed], steps=6, logger=recorded, ckpt_path=tmp_path / "a.ckpt")
     assert resumed.tokens_seen == 72 * LENGTH
     assert recorded.metrics[5]["train/tokens_seen"] == 72 * LENGTH
+
+
+def test_steps_that_a_rollback_undoes_do_not_count() -> None:
+    """A survivor loads the state of a checkpoint after step 5; steps 4 and 5 are not in it."""
+    counted = Telemetry()
+
+    def roll_back(trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            counted.load_state_dict({"tokens_seen": 36 * LENGTH})
+
+    _fit([counted, LambdaCallback(on_train_batch_end=roll_back)], steps=6)
+    assert counted.tokens_seen == (36 + 12) * LENGTH, "step 6 alone was made since then"
+    assert counted.tokens_trained == (36 + 12) * LENGTH
 
 
 def _tokens_on_ranks(rank: int, world_size: int) -> int:
