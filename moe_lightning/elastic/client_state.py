@@ -139,16 +139,14 @@ class ClientState:
         if self.guarded is not None:
             self.guarded.is_left = True
         self._join.is_waiting = True
-        self._join.is_ready |= is_ready
+        self._join.is_ready = is_ready
         self.rejection = None
         if not self.is_evicted:
             self._send(t="join", ready=self._join.is_ready, multiple=self._join.multiple, spare=is_spare)
 
-    def is_unneeded(self, *, is_ready: bool) -> bool:
+    def is_unneeded(self) -> bool:
         """Return True if a process that joins can end, since the others have finished without it."""
-        if not self.is_finished() or self._finishes.newest <= self._finishes.own:
-            return False
-        return self._join.is_spare or (is_ready and not self._is_inside())
+        return self.is_finished() and self._finishes.newest > self._finishes.own and self._waits_for_a_step
 
     @property
     def has_no_state(self) -> bool:

@@ -356,7 +356,7 @@ class RendezvousClient:
             while state.world is former:
                 if is_evicted := state.is_evicted:
                     state.rename()
-                if state.is_unneeded(is_ready=is_ready):
+                if state.is_unneeded():
                     raise RunFinished("the others have finished the run, and need this process no more")
                 if state.has_no_state and self.notice is not None:
                     state.leave()

@@ -173,23 +173,22 @@ def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
     state = client()
     state.receive({"t": "state", "finished": 2}, 0.0)
     state.start_join(is_ready=True, is_spare=False)
-    assert not state.is_unneeded(is_ready=True)
+    assert not state.is_unneeded()
     state.receive({"t": "finished", "finished": 3}, 0.0)
-    assert state.is_unneeded(is_ready=True)
-    assert not state.is_unneeded(is_ready=False), "another run of this process"
+    assert state.is_unneeded()
     state.receive(formed(state, 5, PEERS), 0.0)
-    assert not state.is_unneeded(is_ready=True), "it is in a world, and may hold state"
+    assert not state.is_unneeded(), "it is in a world, and may hold state"
     state.receive({"t": "spare"}, 0.0)
-    assert state.is_unneeded(is_ready=True)
+    assert state.is_unneeded()
     assert state.is_finish_known
     state.finish()
     assert not state.is_finish_known
     assert state.introduction(None)["finished"] == 5, "to a host that is restarted meanwhile"
     state.receive({"t": "finished", "finished": 5}, 0.0)
     assert state.is_finish_known
-    assert not state.is_unneeded(is_ready=True), "they finished with it"
+    assert not state.is_unneeded(), "they finished with it"
     state.receive({"t": "finished", "finished": 6}, 0.0)
-    assert state.is_unneeded(is_ready=True), "they finished another run without it"
+    assert state.is_unneeded(), "they finished another run without it"
 
 
 def test_each_run_that_a_process_finishes_in_one_world_has_a_number_of_its_own() -> None:
