@@ -31,19 +31,6 @@ class _Step:
     samples: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Seconds of a unit in one step; 0 where there was none.
-
-    Attributes:
-        row_s: of a row in forward and backward of the experts.
-        sample_s: of a sample between the MoE layers, forward and backward, and in the head's backward.
-    """
-
-    row_s: float
-    sample_s: float
-
-
 class RankClock:
     """Stamps the layers of a model from its construction to `close`.
 
@@ -106,14 +93,15 @@ class RankClock:
         self._done.append(self._step)
         self._step = _Step()
 
-    def rates(self) -> Iterator[Rates]:
-        """Yield the rates of ended steps not yet reported, as far as the device has come."""
+    def rates(self) -> Iterator[tuple[float, float]]:
+        """Yield the rates of ended steps not yet reported, as far as the device has come: the seconds of a row in the
+        experts, and of a sample between the MoE layers and in the head's backward; 0 where there was none.
+        """
         while self._done and all(has_passed(ended) for _, ended in (*self._done[0].experts, *self._done[0].between)):
             step = self._done.popleft()
-            yield Rates(
-                row_s=sum(starmap(seconds_between, step.experts)) / step.rows if step.rows else 0.0,
-                sample_s=sum(starmap(seconds_between, step.between)) / step.samples if step.samples else 0.0,
-            )
+            row_s = sum(starmap(seconds_between, step.experts)) / step.rows if step.rows else 0.0
+            sample_s = sum(starmap(seconds_between, step.between)) / step.samples if step.samples else 0.0
+            yield row_s, sample_s
 
     # ------------------------------------------------------------------ stamps
 

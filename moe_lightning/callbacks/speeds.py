@@ -182,9 +182,9 @@ class SpeedFollower:
         if self._clock is None:
             return False
         self._clock.end_step()
-        for rates in self._clock.rates():
-            self.rates.row_s.add(rates.row_s)
-            self.rates.sample_s.add(rates.sample_s)
+        for row_s, sample_s in self._clock.rates():
+            self.rates.row_s.add(row_s)
+            self.rates.sample_s.add(sample_s)
         self._steps += 1
         has_changed = False
         if (self._steps - 1) % self._policy.speeds_every == 0:
