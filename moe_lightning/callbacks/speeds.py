@@ -83,7 +83,6 @@ class SpeedFollower:
         rates: of this rank so far.
 
     Attributes:
-        rates: as given.
         experts, samples: what the ranks agree on: quotas, placements and shadows follow the first, slices the second.
 
     Raises:
@@ -92,7 +91,7 @@ class SpeedFollower:
     """
 
     def __init__(self, policy: SpeedPolicy, strategy: ExpertParallelStrategy, rates: OwnRates) -> None:
-        self._policy, self._strategy, self.rates = policy, strategy, rates
+        self._policy, self._strategy, self._rates = policy, strategy, rates
         self._check()
         self._clock: RankClock | None = None
         self._steps = 0
@@ -165,7 +164,7 @@ class SpeedFollower:
         """Experts have moved, if they had to: what is known is sent with the step's counts."""
         if self._clock is not None:
             dispatcher = self._strategy.experts.layers[0].dispatcher
-            dispatcher.local_number = encode_readings(self.rates.row_s.reading, self.rates.sample_s.reading)
+            dispatcher.local_number = encode_readings(self._rates.row_s.reading, self._rates.sample_s.reading)
 
     def turn(self) -> None:
         """The backward pass begins."""
@@ -183,8 +182,8 @@ class SpeedFollower:
             return False
         self._clock.end_step()
         for row_s, sample_s in self._clock.rates():
-            self.rates.row_s.add(row_s)
-            self.rates.sample_s.add(sample_s)
+            self._rates.row_s.add(row_s)
+            self._rates.sample_s.add(sample_s)
         self._steps += 1
         has_changed = False
         if (self._steps - 1) % self._policy.speeds_every == 0:
