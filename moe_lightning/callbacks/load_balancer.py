@@ -289,7 +289,6 @@ class LoadBalancer(ExpertParallelCallback):
             rebalance_every=rebalance_every,
             placement_rule=placement_rule,
             allocation=allocation,
-            min_replicas=1 if min_replicas is None else min_replicas,
             tolerance=tolerance,
             shadows=shadows,
             alpha=alpha,
