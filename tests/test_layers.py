@@ -316,6 +316,7 @@ WRITTEN_BY_STRATEGIES = {
     "here.forward": "a block of the user's model, whose call is answered by the stage that has it",
     "rank_zero_only.rank": "Lightning's",
     "trainer.num_sanity_val_steps": "Lightning's",
+    "trainer.should_stop": "Lightning's",
     "io.checkpoint_io": "Lightning's",
     "saver.save_on_exception": "Lightning's",
     "precision.scaler": "Lightning's",

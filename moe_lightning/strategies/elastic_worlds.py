@@ -374,6 +374,7 @@ class ElasticWorlds:
                 if worlds.spares:
                     raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
                 if must_recover:
+                    self._share_stop()
                     self.step.finish(worlds.present, is_saved=self.has_rolled_back, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
@@ -394,6 +395,14 @@ class ElasticWorlds:
                 self.step.keep_batch(error)
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.step.version == 0
+
+    def _share_stop(self) -> None:
+        """Let ranks that have joined know of `trainer.should_stop`, with which training goes on up to `min_steps` and
+        `min_epochs`; from an earlier step on it is decided again. Collective.
+        """
+        trainer = self._state.trainer
+        stops = trainer.should_stop and not self.has_rolled_back
+        (trainer.should_stop,) = any_says([stops], self._strategy.worlds.present)
 
     def _lost_by(self, error: Exception) -> Exception:
         """Return the fault that is recovered from: state that no rank has intact is that of a lost rank, if some is

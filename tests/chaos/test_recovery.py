@@ -133,6 +133,28 @@ def test_newcomers_validate_with_those_who_did_before(tmp_path: Path) -> None:
         assert run.validations().keys() == {16, 32}
 
 
+class Stopping(pl.Callback):
+    """Asks for the end of training at step 4, as EarlyStopping does."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step == 4
+
+
+def stopping(folder: Path) -> list[pl.Callback]:
+    return [Stopping()]
+
+
+@pytest.mark.slow
+def test_newcomers_stop_with_those_who_were_asked_to_before(tmp_path: Path) -> None:
+    """Training goes on up to `min_steps`, and a rank is lost and replaced meanwhile."""
+    kills, holds = [Kill(worker=1, step=6, place="forward")], [Hold(step=8, ranks=2)]
+    options: dict[str, Any] = {"callbacks": stopping, "trainer_options": {"min_steps": 12}}
+    with elastic_run(tmp_path, workers=2, steps=24, kills=kills, holds=holds, **options) as run:
+        run.supervise(restart=range(2))
+        assert run.kills_done() == 1
+        assert_same_losses(run, reference(12))
+
+
 @pytest.mark.slow
 def test_a_validation_is_made_again_from_a_snapshot(tmp_path: Path) -> None:
     """Without replicas the world goes back to the snapshot before or after the epoch's last step."""
