@@ -38,6 +38,7 @@ from tests.documented import ROOT
 from tests.forks import PATIENCE_S, fork
 
 NOT_ON_THE_WAY = {
+    "moe_lightning/checkpoint/names.py": "reads names of directories",
     "moe_lightning/config.py": "checks arguments of constructors",
     "moe_lightning/errors.py": "exception classes",
     "moe_lightning/files.py": "opens and replaces small files",
@@ -48,8 +49,8 @@ NOT_ON_THE_WAY = {
     "moe_lightning/strategies/process_stacks.py": "stacks for reports of hangs",
     "moe_lightning/strategies/slow_ranks.py": "names slow ranks, from a thread beside training",
 }
-"""Files that serve configuration, validation, errors, their reports, small files or the start of processes alone, with
-the reason; no walk counts them.
+"""Files that serve configuration, validation, errors, their reports, small files, names or the start of processes
+alone, with the reason; no walk counts them.
 """
 
 _CO_OPTIMIZED = 1  # functions; bodies of modules and classes run at import
