@@ -427,8 +427,7 @@ def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
             reason = f"{found.problems[0]}{more}"
         raise CheckpointError(
             f"{path} holds no complete checkpoint, as {reason}: name a .ckpt file or a directory of step-... "
-            "directories, "
-            "or start over"
+            "directories, or start over"
         )
     return found.checkpoint
 
