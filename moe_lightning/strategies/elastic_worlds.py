@@ -632,7 +632,8 @@ class ElasticWorlds:
                 broadcast_frozen(state.module, newcomers, world, knows.index(True))
         if saved is not None or state.shards.moves_optimizers:
             self.step.begin_overwriting()
-        state.reshard(plan.shards if plan.level == "live" else (), units)
+        state.transfer.install(units, state.stages.sharers(world)[0])
+        state.shards.reshard(plan.shards if plan.level == "live" else ())
         restore_missing(state, plan, saved)
         state.find_twins()
         agree(world)

@@ -356,17 +356,6 @@ class TrainState:
         """Return the device of the moments of a parameter, as `State.home_of`."""
         return home_of_moments(parameter, self.experts.stack_of, on_host=self.updates.on_host)
 
-    def reshard(self, sources: Sequence[tuple[str, int]], units: Units) -> None:
-        """Reshard the dense state over the ranks of the present world; collective if optimizer states move.
-
-        Args:
-            sources: see `DenseShards.reshard`.
-            units: the values that have arrived.
-        """
-        ranks, _ = self.stages.sharers(self._worlds.present)
-        self.transfer.install(units, ranks)
-        self.shards.reshard(sources)
-
 
 class StateTransfer:
     """Transfer of a rank's state between worlds in which every rank holds all stages.
