@@ -254,9 +254,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def enter_root(self, strategy: ExpertParallelStrategy) -> None:
         """This world may resume from what is in the directory: older ones commit nothing there from now on. Rank 0
         says so for all; who waits to join a running world does not."""
-        elastic = strategy.elastic
-        is_waiting = elastic.is_newcomer or (strategy.worlds.is_elastic and elastic.members is None)
-        if not is_waiting and strategy.is_global_zero and run_of(self._root) is not None:
+        if not strategy.elastic.is_newcomer and strategy.is_global_zero and run_of(self._root) is not None:
             self._mark.leave(strategy.world.generation)
 
     @override
