@@ -187,6 +187,7 @@ def leave_open_step_out(loops: dict[str, Any], micros: int) -> None:
         progress |= {"ready": ready, "started": ready, "processed": ready, "completed": ready - 1}
     batches["is_last_batch"] = False
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # the loop counts that batch again as it restarts
+    _leave_validation_out(loops, is_due=False)
 
 
 def has_left_epoch(trainer: pl.Trainer) -> bool:
@@ -214,6 +215,22 @@ def correct_progress(loops: dict[str, Any]) -> None:
             count["completed"] = count["processed"]
     for name in ("started", "processed", "completed"):  # without those that former epochs lack
         total[name] = total["ready"] - current["ready"] + current[name]
+    _leave_validation_out(loops, is_due=True)
+
+
+def _leave_validation_out(loops: dict[str, Any], *, is_due: bool) -> None:
+    """Take the batches of a validation that failed in one of them out of the fit loop's state. The loop begins at the
+    first batch again, but would count them, and end as many before the last.
+
+    Args:
+        is_due: the loop resumes with that validation.
+    """
+    progress = loops["epoch_loop.val_loop.batch_progress"]
+    total, current = progress["total"], progress["current"]
+    has_failed = current["ready"] > current["completed"]
+    done = total["ready"] - (has_failed and is_due)  # one less lets the loop resume with a validation
+    total |= {"started": total["ready"], "processed": done, "completed": done}
+    progress["current"] = dict.fromkeys(current, 0)
 
 
 def scheduler_steps(trainer: pl.Trainer) -> list[object]:

@@ -222,7 +222,8 @@ HOOKS = (
     "on_before_batch_transfer", "on_train_batch_start", "training_step", "on_before_backward",
     "on_before_optimizer_step", "on_train_batch_end",
 )  # fmt: skip
-AFTER_THE_UPDATE = ("lr_scheduler_step", "after lr_scheduler_step", "on_train_batch_end")
+IN_VALIDATION = ("on_validation_batch_start", "validation_step", "on_validation_batch_end")
+AFTER_THE_UPDATE = ("lr_scheduler_step", "after lr_scheduler_step", "on_train_batch_end", *IN_VALIDATION)
 SAVERS = ("OnExceptionCheckpoint", "save_on_exception", "save_checkpoint")
 
 
@@ -243,6 +244,12 @@ class Breaking(OwnModule):
         if hook == self.hook and self.trainer.training and counted == self.batch:
             raise Broken(hook)
 
+    def break_in_validation(self, hook: str, batch_idx: int) -> None:
+        """In its second batch."""
+        counted = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if hook == self.hook and self.trainer.validating and batch_idx == 1 and counted == self.batch:
+            raise Broken(hook)
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.break_in("on_before_batch_transfer")
         return batch
@@ -254,8 +261,15 @@ class Breaking(OwnModule):
         self.break_in("training_step")
         return super().training_step(batch, batch_idx)
 
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.break_in_validation("on_validation_batch_start", batch_idx)
+
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.break_in_validation("validation_step", batch_idx)
         self.log("val/loss", self.embed(batch[0]).sum(), sync_dist=True)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.break_in_validation("on_validation_batch_end", batch_idx)
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.break_in("on_before_backward")
@@ -419,6 +433,37 @@ def test_what_was_validated_in_mid_step_loses_nothing(micros: int, val_check: in
         for batch in (2 * val_check + 1, 9)
     ]
     assert_all_go_on(tmp_path, 1, broken, micros=micros, val_check=val_check)
+
+
+def fit_twice_after_failed_validations(
+    rank: int, world_size: int, folder: str, micros: int, val_check: int, broken: list[dict[str, Any]]
+) -> list[Any]:
+    """The undisturbed run, those that resume after an error, and those that resume from a validation of theirs."""
+    options: dict[str, Any] = {"micros": micros, "val_check": val_check}
+    results: list[Any] = [fit_broken(rank, world_size, f"{folder}/whole", **options)]
+    for index, case in enumerate(broken):
+        own, later = f"{folder}/{index}", f"{folder}/{index}/later"
+        fit_broken(rank, world_size, own, **options, **case)
+        saver = ModelCheckpoint(later, every_n_epochs=1, save_on_train_epoch_end=False, save_top_k=-1, monitor=None)
+        first = fit_broken(rank, world_size, own, **options, ckpt_path=f"{own}/saved.ckpt", callback=saver)
+        path = min(Path(later).glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+        again = fit_broken(rank, world_size, f"{own}/again", **options, ckpt_path=str(path))
+        results.append((first["validations"], again["validations"]))
+    return results
+
+
+@pytest.mark.parametrize(("micros", "val_check", "batch"), [(1, 4, 11), slow(2, 1, 2), slow(1, 8, 7), slow(2, 4, 3)])
+def test_a_validation_that_failed_comes_again_as_a_whole(
+    micros: int, val_check: int, batch: int, tmp_path: Path
+) -> None:
+    """Once, and not again where the run resumes after it, unless that repeats its micro-batch."""
+    savers = ("OnExceptionCheckpoint", "save_on_exception", "save_checkpoint")
+    broken = [{"hook": hook, "batch": batch, "saver": saver} for hook, saver in zip(IN_VALIDATION, savers, strict=True)]
+    ((whole, *resumed),) = run_ranks(1, fit_twice_after_failed_validations, str(tmp_path), micros, val_check, broken)
+    left = whole["validations"][batch // val_check :]
+    is_repeated = (batch + 1) % micros > 0
+    for case, found in zip(broken, resumed, strict=True):
+        assert found == (left, left[not is_repeated :]), case
 
 
 def fit_and_save_in_validation(rank: int, world_size: int, folder: str) -> list[Any]:

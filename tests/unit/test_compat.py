@@ -441,6 +441,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_follow_rank_zero",
         "_gather_in",
         "_is_reduced",
+        "_leave_validation_out",
         "_let_clipping_call",
         "_requeue_is_due",
         "_undo_group",
