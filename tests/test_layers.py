@@ -317,7 +317,6 @@ WRITTEN_BY_STRATEGIES = {
     "rank_zero_only.rank": "Lightning's",
     "trainer.num_sanity_val_steps": "Lightning's",
     "trainer.should_stop": "Lightning's",
-    "io.checkpoint_io": "Lightning's",
     "saver.save_on_exception": "Lightning's",
     "precision.scaler": "Lightning's",
     "self.stream.part": "the position in the samples, which only the steps set",

@@ -27,6 +27,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as BatchIndices
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer import call
@@ -654,6 +655,30 @@ def load_callbacks(trainer: pl.Trainer, dump: dict[str, Any], *, is_checkpoint: 
     if is_checkpoint:
         call._call_callbacks_on_load_checkpoint(trainer, dump)
     call._call_callbacks_load_state_dict(trainer, dump)
+
+
+def wrap(outer: CheckpointIO, inner: CheckpointIO) -> None:
+    """Replace the plugin that another one wraps. The setter of Lightning's own wrapper keeps the first one."""
+    name = "_checkpoint_io" if isinstance(outer, AsyncCheckpointIO) else "checkpoint_io"
+    setattr(outer, name, inner)
+
+
+def after_saves(io: CheckpointIO, act: Callable[[], None]) -> None:
+    """Act once the files that an AsyncCheckpointIO has in hand are written, and not at all if one has failed; at once
+    with other plugins. A public way to wait for the files would do.
+    """
+    if not isinstance(io, AsyncCheckpointIO) or io._executor is None:
+        act()
+        return
+
+    def act_in_thread() -> None:
+        try:
+            if io._error is None:
+                act()
+        except BaseException as error:  # raised by the next save or at the end, as errors of saves are
+            io._error = error
+
+    io._executor.submit(act_in_thread)
 
 
 def save_as_last(saver: ModelCheckpoint, trainer: pl.Trainer) -> None:

@@ -459,7 +459,7 @@ def with_durable_io(io: CheckpointIO) -> CheckpointIO:
     if type(io) is TorchCheckpointIO:
         return DurableCheckpointIO()
     if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:  # as AsyncCheckpointIO has one
-        io.checkpoint_io = DurableCheckpointIO()  # type: ignore[attr-defined]
+        private_lightning.wrap(io, DurableCheckpointIO())
     return io
 
 

@@ -817,7 +817,7 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.checkpoints.may_change(filepath):
-            super().remove_checkpoint(filepath)
+            private_lightning.after_saves(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

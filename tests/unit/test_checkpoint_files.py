@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
@@ -221,6 +223,57 @@ def test_the_file_before_is_deleted_once_the_new_one_is_on_disk(
     fit(tmp_path, 4)
     first, second = "step-0000002.ckpt", "step-0000004.ckpt"
     assert events == [("on disk", first), ("on disk", second), ("deleted", first)]
+
+
+def fit_in_a_thread(folder: Path) -> pl.Trainer:
+    """Two saves, the second in place of the first."""
+    saver = LatestCheckpoint(folder, every_n_train_steps=2)
+    trainer = make_trainer(
+        0, 1, max_steps=4, enable_checkpointing=True, callbacks=[saver], plugins=[AsyncCheckpointIO()]
+    )
+    trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12))
+    return trainer
+
+
+def test_a_file_written_in_a_thread_is_there_before_the_older_one_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_due, before = threading.Event(), []
+    save, remove = DurableCheckpointIO.save_checkpoint, ExpertParallelStrategy.remove_checkpoint
+
+    def saved(self: DurableCheckpointIO, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if checkpoint["global_step"] == 4:
+            assert is_due.wait(60)
+            before.extend(file.name for file in tmp_path.iterdir())
+        save(self, checkpoint, path, storage_options)
+
+    def removed(self: ExpertParallelStrategy, path: Any) -> None:
+        remove(self, path)
+        is_due.set()
+
+    monkeypatch.setattr(DurableCheckpointIO, "save_checkpoint", saved)
+    monkeypatch.setattr(ExpertParallelStrategy, "remove_checkpoint", removed)
+    fit_in_a_thread(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert (before, path.name) == (["step-0000002.ckpt"], "step-0000004.ckpt")
+    check_file(path)
+    assert path.read_bytes()[-35:].startswith(b"moe-lightning xxh3 ")
+
+
+def test_the_older_file_stays_if_a_thread_cannot_write_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = files.sync_directory
+
+    def full(path: Path) -> None:
+        if len(list(tmp_path.glob("*.ckpt"))) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path)
+
+    monkeypatch.setattr(files, "sync_directory", full)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        fit_in_a_thread(tmp_path)
+    check_file(tmp_path / "step-0000002.ckpt")
 
 
 def resume_from(rank: int, world_size: int, path: str) -> str | None:
