@@ -210,8 +210,8 @@ _EXCHANGE = Conversation(_exchange("?", _ANSWER))
 
 
 def _behind(answered: str) -> str:
-    """What the text of `_EXCHANGE` has behind the answer."""
-    return answered.rpartition(_ANSWER)[2].strip()
+    """What a text that begins with `_EXCHANGE` has behind the answer."""
+    return answered.rpartition(_ANSWER)[2]
 
 
 class MarkedTurns:
@@ -357,7 +357,7 @@ class TemplatedTurns:
         Raises:
             ValueError: the template refuses a conversation of one question.
         """
-        return (_behind(self._written(_EXCHANGE)) or self._openings["user"]).strip()
+        return (_behind(self._written(_EXCHANGE)).strip() or self._openings["user"]).strip()
 
     def _opening_behind(self, turns: Sequence[Turn], index: int) -> str:
         """Text that opens the turn behind an answer, or that would follow; empty where the answer has an end."""
@@ -370,11 +370,12 @@ class TemplatedTurns:
         found = dict.fromkeys(("user", "tool"), "")
         for role in found:
             with suppress(ValueError):  # of a template without the role, or that refuses so short a conversation
-                answered = self._written(_EXCHANGE)
-                text = self._written(Conversation((*_EXCHANGE.turns, Turn(role, "?")))).removeprefix(answered)
+                longer = Conversation((*_EXCHANGE.turns, Turn(role, "?")))
+                behind, text = (_behind(self._written(said)) for said in (_EXCHANGE, longer))
+                text = text.removeprefix(behind)
                 space = text[: len(text) - len(text.lstrip())]
                 tokens = [token for token in self._tokenizer.get_added_vocab() if text.startswith(token, len(space))]
-                if tokens and not _behind(answered):
+                if tokens and not behind.strip():
                     found[role] = space + max(tokens, key=len)
         return found
 

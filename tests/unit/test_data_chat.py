@@ -141,6 +141,16 @@ def test_an_answer_without_an_end_is_ended_by_the_token_of_the_next_turn(tmp_pat
     assert end == Tokenizer.from_file(path).token_to_id("<|user|>")
 
 
+def test_an_answer_without_an_end_may_be_written_otherwise_as_the_last_turn(tmp_path: Path) -> None:
+    """As by templates that show only of the last answer what it thought."""
+    last = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] or '' }}"
+    template = GLM.replace("GAP", "").replace("'\n' + (m['content'] or '') }}", "'\n' }}" + last)
+    path = tokenizer_folder(tmp_path, template, additional_special_tokens=["[gMASK]", *ROLES])
+    written = chat_format(path, None)
+    assert written.end == "<|user|>"
+    assert written.pieces(said(*TURNS))[-1] == ("<|user|>", True)
+
+
 @pytest.mark.parametrize("has_end", [False, True])
 def test_a_template_without_an_end_is_warned_of_once(tmp_path: Path, has_end: bool) -> None:
     template = CHATML if has_end else CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "### ")
