@@ -629,7 +629,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def learnable(self, most: int) -> tuple[int, list[int], int]:
         """Return, of the first `most` conversations, and of more until one is found, how many were looked at, those in
-        which anything is predicted, and how many of these are cut within what is predicted.
+        which anything is predicted, and how many of these are cut before what is predicted ends.
         """
         looked_at, found, num_cut, size = 0, list[int](), 0, self._length + 1
         while looked_at < len(self) and (looked_at < most or not found):
@@ -882,7 +882,7 @@ class InstructionData(StepDataModule):
 
     def _first_learnable(self, train: Conversations) -> int:
         """The first conversation of which anything is learned: refuse, or where it concerns only some say, that windows
-        end before the answers begin; say that they end within answers, which the line about packs says otherwise.
+        end before the answers begin; say that they end before these do, which the line about packs says otherwise.
         """
         looked_at, found, num_cut = train.learnable(_SAMPLE)
         cause = f"context_length={self.context_length} ends before an answer of {self._path} begins"
@@ -893,7 +893,7 @@ class InstructionData(StepDataModule):
         if num_cut and not self.packing:
             rank_zero_warn(
                 f"context_length={self.context_length} cuts {num_cut} of {looked_at} conversations that were looked at "
-                "within an answer, which is then learned without its end: raise it, or shorten them"
+                "before their answers end, so that the rest is not learned: raise it, or shorten them"
             )
         return found[0]
 

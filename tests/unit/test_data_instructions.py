@@ -195,16 +195,17 @@ def test_long_conversations_are_cut(tmp_path: Path) -> None:
 
 LONG = {"prompt": "q", "response": "r" * 100}
 ASKS_ON = {"messages": [*CHAT["messages"][1:3], {"role": "user", "content": "u" * 100}]}
+ASKS_AGAIN = {"messages": [*ASKS_ON["messages"], {"role": "assistant", "content": "b"}]}
 
 
-@pytest.mark.parametrize(("line", "packing"), [(LONG, False), (LONG, True), (ASKS_ON, False)])
+@pytest.mark.parametrize(("line", "packing"), [(LONG, False), (LONG, True), (ASKS_ON, False), (ASKS_AGAIN, False)])
 def test_answers_that_lose_their_end_are_told_once(tmp_path: Path, line: dict[str, Any], packing: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = data(write(tmp_path / "long.jsonl", *[line] * 3), context_length=30, packing=packing)
-    told = [str(warning.message) for warning in caught if "learned without its end" in str(warning.message)]
+    told = [text for text in (str(warning.message) for warning in caught) if "before their answers end" in text]
     assert [text.partition(" conversations")[0] for text in told] == (
-        ["context_length=30 cuts 2 of 2"] if line is LONG and not packing else []
+        ["context_length=30 cuts 2 of 2"] if line in (LONG, ASKS_AGAIN) and not packing else []
     )
     assert ("2 longer ones were cut at their end" in made.summary()) == packing
 
