@@ -299,7 +299,8 @@ class TemplatedTurns:
         Raises:
             ValueError: it does not, so something would be left out.
         """
-        if said.tools and self._written(said) == self._written(replace(said, tools=())):
+        whole = self._written(said)
+        if said.tools and whole == self._written(replace(said, tools=())):
             raise ValueError("the chat template of the tokenizer leaves out the tools that are offered")
         for index, turn in enumerate(said.turns):
             others, thoughts = list[tuple[str, Turn]](), list[tuple[str, Turn]]()
@@ -315,15 +316,18 @@ class TemplatedTurns:
             if turn.is_learned and ends and thought.replace("<think>", "").strip():
                 what = f"what an answer has before {_THOUGHT}: let the template write that"
                 thoughts.append((what, replace(turn, content=content.replace(_THOUGHT, _ANSWER + _THOUGHT, 1))))
-            self._require(said, index, others)
-            # Asked of the answer as the last turn: many templates leave out what earlier ones have thought.
-            self._require(replace(said, turns=said.turns[: index + 1]), index, thoughts)
+            self._require(said, whole, index, others)
+            if (
+                thoughts
+            ):  # asked of the answer as the last turn: many templates leave out what earlier ones have thought
+                asked = replace(said, turns=said.turns[: index + 1])
+                self._require(asked, self._written(asked), index, thoughts)
 
-    def _require(self, said: Conversation, index: int, others: Sequence[tuple[str, Turn]]) -> None:
+    def _require(self, said: Conversation, whole: str, index: int, others: Sequence[tuple[str, Turn]]) -> None:
         """Refuse a template that writes the same text with another turn in the place of one."""
         for what, other in others:
             turns = (*said.turns[:index], other, *said.turns[index + 1 :])
-            if self._written(said) == self._written(replace(said, turns=turns)):
+            if whole == self._written(replace(said, turns=turns)):
                 raise ValueError(f"the chat template of the tokenizer leaves out {what}")
 
     def pieces(self, said: Conversation) -> list[Piece]:

@@ -181,6 +181,21 @@ def test_targets_are_the_answers_in_the_tokens_of_the_model(tmp_path: Path) -> N
     assert raw.token_to_id("<|im_start|>") in inputs.tolist(), "special tokens are tokens, not text"
 
 
+def test_a_conversation_is_written_once_for_all_comparisons_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = chat_format(tokenizer_folder(tmp_path, GLM.replace("GAP", ""), additional_special_tokens=ROLES), None)
+    write, texts = written._tokenizer.apply_chat_template, list[str]()  # type: ignore[union-attr]
+    monkeypatch.setattr(
+        written._tokenizer,  # type: ignore[union-attr]
+        "apply_chat_template",
+        lambda *given, **options: texts.append(write(*given, **options)) or texts[-1],
+    )
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    written.check(Conversation.of({"messages": [{"role": "user", "content": "a"}, *[calls] * 5]}))
+    assert len(texts) == 1 + 5
+
+
 def test_what_a_template_refuses_is_told_with_its_line(tmp_path: Path) -> None:
     path = tokenizer_folder(tmp_path / "model", STRICT)
     line = {"messages": [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "u"), ("assistant", "a"))]}
