@@ -110,7 +110,7 @@ class StepLoader:
     def __init__(self, dataset: Dataset[Any], sampler: StepSampler, **options: Any) -> None:
         self.dataset = dataset
         self.step_sampler = sampler
-        sampler.data_key = getattr(dataset, "data_key", None)
+        sampler.data_key = key_of(dataset)
         self.current: StepSlice | None = None
         self.has_begun = False
         self._before_step: dict[str, Any] | None = None
@@ -467,7 +467,13 @@ def outline_of(loader: object) -> list[Any]:
     while isinstance(data, Subset):
         sums.append(zlib.crc32(np.asarray(data.indices, dtype=np.int64).tobytes()))
         data = data.dataset
-    return [*outline, [*sums, getattr(data, "data_key", None)]]
+    return [*outline, [*sums, key_of(data)]]
+
+
+def key_of(data: object) -> str | None:
+    """The `data_key` of a data set, where it has one that is text."""
+    key = getattr(data, "data_key", None)
+    return key if isinstance(key, str) else None
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:

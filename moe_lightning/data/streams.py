@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from moe_lightning.compat import private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.loader import StepLoader, batches_of, factors_of, loader_options, reason_in_batches
+from moe_lightning.data.loader import StepLoader, batches_of, factors_of, key_of, loader_options, reason_in_batches
 from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
@@ -264,7 +264,7 @@ class StreamLoader(StepLoader):
         self.dataset = stream
         # Without a length an epoch is what the Trainer's limits say, which a resumed run may change.
         sampler.data_size = len(stream) if isinstance(stream, Sized) else None
-        sampler.data_key = getattr(stream, "data_key", None)
+        sampler.data_key = key_of(stream)
 
     @classmethod
     def of_stream(

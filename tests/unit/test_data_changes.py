@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.instructions import InstructionData
-from moe_lightning.data.loader import StepDataModule, outline_of
+from moe_lightning.data.loader import StepDataModule, StepLoader, outline_of
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.data.text import TextData
 from moe_lightning.strategies.step_data import require_same_data
@@ -121,6 +121,13 @@ def test_ranks_whose_texts_differ_in_a_letter_are_refused(tmp_path: Path, loader
         require_same_data(outlines)
 
 
+@pytest.mark.parametrize("key", [print, b"a", 3, np.int64(3)])
+def test_a_data_key_that_is_no_text_is_another_attribute_of_the_users(key: object) -> None:
+    own = StepLoader(Own(8, key), StepSampler(num_samples=8, global_batch_size=4))
+    json.dumps([outline_of(own), own.state_dict()])
+    assert own.step_sampler.data_key is None
+
+
 @pytest.mark.parametrize(
     ("consumed", "size", "position"),
     [
@@ -138,7 +145,7 @@ def test_a_position_goes_to_the_same_step_of_other_data(consumed: int, size: int
 
 
 class Own(Dataset[Any]):
-    def __init__(self, size: int, data_key: str | None = None) -> None:
+    def __init__(self, size: int, data_key: object = None) -> None:
         self.samples = RandomTokens(size)
         if data_key is not None:
             self.data_key = data_key
