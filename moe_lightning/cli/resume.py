@@ -151,7 +151,8 @@ def goes_on(config: Mapping[str, Any]) -> bool:
     resume, directory = config["resume"], RunDirectory(Path(config["run_dir"]))
     if resume is True or config["task"] != "train":
         return resume is True
-    began_so = directory.config.is_file() and (config_of(directory.config) or {}).get("resume") == resume
+    commands = filter(None, map(_recorded, directory.path.glob("config*.yaml")))
+    began_so = any(command.get("resume") == resume for command in commands)
     if resume is False:
         return began_so and any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
     newest = directory.newest_checkpoint()
@@ -203,22 +204,26 @@ def config_of(checkpoint: str | Path) -> dict[str, Any] | None:
     lies in a store."""
     if "://" in str(checkpoint):
         return None
-    checkpoint = Path(checkpoint)
-    for folder in list(checkpoint.absolute().parents)[:2]:
-        path = folder / "config.yaml"
-        if path.is_file():
-            try:
-                with open_text(path, most_bytes=_MOST_BYTES) as file:
-                    loaded = OmegaConf.load(file)
-                config = OmegaConf.to_container(loaded)
-            except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-                reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no YAML"
-                raise ConfigurationError(
-                    f"{path} cannot be read ({reason}): fix it, or remove it to continue without this check"
-                ) from error
-            if isinstance(config, dict) and "run_dir" in config:  # others also name their files so
-                return {str(name): value for name, value in config.items()}
-    return None
+    folders = list(Path(checkpoint).absolute().parents)[:2]
+    return next(filter(None, (_recorded(folder / "config.yaml") for folder in folders)), None)
+
+
+def _recorded(path: Path) -> dict[str, Any] | None:
+    """The configuration of a training in a file; None where it is none of ours."""
+    if not path.is_file():
+        return None
+    try:
+        with open_text(path, most_bytes=_MOST_BYTES) as file:
+            loaded = OmegaConf.load(file)
+        config = OmegaConf.to_container(loaded)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no YAML"
+        raise ConfigurationError(
+            f"{path} cannot be read ({reason}): fix it, or remove it to continue without this check"
+        ) from error
+    if not isinstance(config, dict) or "run_dir" not in config:  # others also name their files so
+        return None
+    return {str(name): value for name, value in config.items()}
 
 
 def _listed(found: list[SettingChange]) -> str:

@@ -277,6 +277,18 @@ def test_a_repeated_command_goes_on_from_the_checkpoints_of_its_run(
         _goes_on(RunDirectory(tmp_path / "third"), "none.ckpt")
 
 
+@pytest.mark.parametrize("began", [False, "first/checkpoints/step-0000004.ckpt"])
+def test_the_first_command_goes_on_after_one_that_left_resume_out(
+    began: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    _run(tmp_path / "first", began=True)
+    second = _run(tmp_path / "second", began=began)
+    second.record({"run_dir": str(second.path), "resume": True})
+    assert _goes_on(second, began)
+
+
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restart_does_not_start_over_again(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, earlier = _run(tmp_path / "mine", began=False), _run(tmp_path / "earlier", began=True)
