@@ -156,8 +156,8 @@ class Conversation:
             ValueError: it has none of the known forms, or no answer to learn.
         """
         line = _present(line, "it")
-        if messages := line.get("messages") or line.get("conversations"):
-            turns = tuple(map(Turn.of, _list(messages, "messages")))
+        if name := next((name for name in ("messages", "conversations") if line.get(name)), None):
+            turns = tuple(map(Turn.of, _list(line[name], name)))
         elif "prompt" in line and "response" in line:
             turns = _turns(line, line["prompt"], line["response"])
         elif "instruction" in line and "output" in line:
@@ -180,7 +180,7 @@ def _list(thing: Any, name: str) -> Sequence[Any]:
     with suppress(json.JSONDecodeError):
         thing = json.loads(thing) if isinstance(thing, str) else thing
     if not isinstance(thing, list | tuple):
-        raise ValueError(f"its {name} are not a list: {shown(thing)}")
+        raise ValueError(f"it has {name}={shown(thing)}, which is no list: give a JSON array, or remove it")
     return thing
 
 
@@ -189,7 +189,10 @@ def _turns(line: Mapping[str, Any], question: Any, answer: Any) -> tuple[Turn, .
     turns = list[Turn]()
     for pair in _list(line.get("history") or (), "history"):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"its history has {shown(pair)}, which is no pair of a question and its answer")
+            raise ValueError(
+                f"its history has {shown(pair)}, which is no pair of a question and its answer: give "
+                "[[question, answer], ...], or remove it"
+            )
         turns += _exchange(*pair)
     asks, answers = _exchange(question, answer)
     reasoning = {name: line[name] for name in _REASONING if name in line}
@@ -247,7 +250,10 @@ class MarkedTurns:
             )
         reasoning = next((name for turn in said.turns for name in turn.reasoning), None)
         if reasoning is not None:
-            raise ValueError(f"it has {reasoning}, and without a chat template there is only content: write it there")
+            raise ValueError(
+                f"it has {reasoning}, and without a chat template there is only content: write it into the answer, or "
+                "remove it"
+            )
 
     def pieces(self, said: Conversation) -> list[Piece]:
         """The conversation in order."""
@@ -310,11 +316,11 @@ class TemplatedTurns:
             if turn.rest.get("tool_calls"):
                 others.append(("calls of tools", replace(turn.without(["tool_calls"]), content=content)))
             if turn.reasoning:
-                what = f"{turn.reasoning[0]} of an answer: name it as the template does, or write it into content"
-                thoughts.append((what, turn.without(turn.reasoning)))
+                cure = "name it as the template does, write it into the answer, or remove it"
+                thoughts.append((f"{turn.reasoning[0]} of an answer: {cure}", turn.without(turn.reasoning)))
             thought, ends, _ = content.partition(_THOUGHT)
             if turn.is_learned and ends and thought.replace("<think>", "").strip():
-                what = f"what an answer has before {_THOUGHT}: let the template write that"
+                what = f"what an answer has before {_THOUGHT}: let the template write that, or remove it"
                 thoughts.append((what, replace(turn, content=content.replace(_THOUGHT, _ANSWER + _THOUGHT, 1))))
             self._require(said, whole, index, others)
             if (

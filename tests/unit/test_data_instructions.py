@@ -280,9 +280,14 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "x"}]}', "it has no answer"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "a turn has the role .*, which is none of system"),
         ('{"messages": ["x"]}', "a turn is not an object"),
-        ('{"messages": {"role": "user"}}', "its messages are not a list: {'role': 'user'}"),
-        ('{"prompt": "x", "response": "x", "tools": "f(x)"}', "its tools are not a list: 'f"),
-        ('{"prompt": "x", "response": "x", "history": [["q"]]}', "which is no pair of a question and its answer"),
+        ('{"messages": {"role": "user"}}', "messages={'role': 'user'}, which is no list: give a JSON"),
+        ('{"conversations": {"from": "human"}}', "conversations={'from': 'human'}, which is no list"),
+        (
+            '{"prompt": "x", "response": "x", "tools": "f(x)"}',
+            "tools='f.x.', which is no list: give a JSON array, or re",
+        ),
+        ('{"prompt": "x", "response": "x", "history": [["q"]]}', r"which is no pair .*: give \[\[question, answer\]"),
+        ('{"prompt": "x", "response": "x", "thinking": "t"}', "it has thinking, .* write it into the answer, or r"),
         ('{"prompt": 1, "response": "x"}', "a turn has the content 1, which is not text"),
         ('{"prompt": null, "response": "x"}', "it has neither messages, conversations, prompt and response"),
         (
