@@ -374,7 +374,6 @@ class ElasticWorlds:
                 if worlds.spares:
                     raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
                 if must_recover:
-                    self._share_stop()
                     self.step.finish(worlds.present, is_saved=self.has_rolled_back, with_newcomers=self._has_newcomers)
                 if must_recover and loop.done:  # after the last step: only what ends a run is left to do
                     loop.on_run_start()
@@ -397,8 +396,8 @@ class ElasticWorlds:
                     is_first, self.is_newcomer = False, self.step.version == 0
 
     def _share_stop(self) -> None:
-        """Let ranks that have joined know of `trainer.should_stop`, with which training goes on up to `min_steps` and
-        `min_epochs`; from an earlier step on it is decided again. Collective.
+        """Set `trainer.should_stop` on ranks that have joined if it is set on others, where training goes on up to
+        `min_steps` and `min_epochs`; from an earlier step on it is decided again. Collective.
         """
         trainer = self._state.trainer
         stops = trainer.should_stop and not self.has_rolled_back
@@ -606,6 +605,7 @@ class ElasticWorlds:
                 call_hook(self._state.module, "on_stale_experts", plan.stale)
             step.receive(plan, world)
             self._strategy.enter_world(world)
+            self._share_stop()  # before `restore`, which asks it if a validation is due
             step.restore(is_saved=self.has_rolled_back)
         self.is_newcomer = self.change_is_due = False
         return plan, repair
@@ -626,10 +626,10 @@ class ElasticWorlds:
         state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
         self._strategy.set_present(world)  # from here on the new world is the present one
         if plan.level != "live":  # else it comes with the optimizers
-            knows = all_gather_json(not self.is_newcomer, world)
-            if any(knows):
-                newcomers = {rank for rank, is_old in enumerate(knows) if not is_old}
-                broadcast_frozen(state.module, newcomers, world, knows.index(True))
+            is_old = all_gather_json(not self.is_newcomer, world)
+            if any(is_old):
+                newcomers = {rank for rank, old in enumerate(is_old) if not old}
+                broadcast_frozen(state.module, newcomers, world, is_old.index(True))
         if saved is not None or state.shards.moves_optimizers:
             self.step.begin_overwriting()
         state.transfer.install(units, state.stages.sharers(world)[0])

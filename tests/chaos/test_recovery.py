@@ -155,6 +155,26 @@ def test_newcomers_stop_with_those_who_were_asked_to_before(tmp_path: Path) -> N
         assert_same_losses(run, reference(12))
 
 
+class StoppingLater(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step == 7
+
+
+def stopping_later(folder: Path) -> list[pl.Callback]:
+    return [StoppingLater()]
+
+
+@pytest.mark.slow
+def test_a_stop_is_decided_again_after_a_snapshot(tmp_path: Path) -> None:
+    """The survivor was asked to stop, and no rank validates at the snapshot's step."""
+    kills = [Kill(worker=1, step=7, place="validation")]
+    options: dict[str, Any] = {"callbacks": stopping_later, "saving": {"every_n_steps": 5}, "validate": True}
+    with elastic_run(tmp_path, workers=2, steps=24, kills=kills, recovery={"min_replicas": 1}, **options) as run:
+        run.supervise(restart=range(2))
+        assert run.kills_done() == 1
+        assert_same_losses(run, reference(24, callbacks=stopping_later, validate=True))
+
+
 @pytest.mark.slow
 def test_a_validation_is_made_again_from_a_snapshot(tmp_path: Path) -> None:
     """Without replicas the world goes back to the snapshot before or after the epoch's last step."""
