@@ -175,6 +175,8 @@ class StepLogs:
                     )
             if not count and "batch_size" in options:  # a dummy batch counts for nothing
                 options["batch_size"] = 0
+            if not count and options.get("reduce_fx") == "sum":
+                value = 0.0
             weight: Tensor | float | None = options.get("batch_size")
             if weight is None and not options.get("sync_dist"):
                 weight = shared_weight()

@@ -38,7 +38,7 @@ from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from moe_lightning.parallel import exchange
-from moe_lightning.strategies.pipeline import StepLogs
+from moe_lightning.strategies.pipeline import StepLogs, log_joined
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
@@ -422,6 +422,19 @@ def test_a_logged_metric_outside_of_the_module_is_refused() -> None:
         with pytest.raises(ConfigurationError, match=r"log\('acc'\) got a Metric that is no part of the module"):
             module.log("acc", module.meters[0])
     assert [value.metric for value in logs.values] == ["right"]
+
+
+@pytest.mark.parametrize(("counts", "total"), [([1, 1, 0, 0], 2.0), ([0, 0], 0.0)])
+def test_a_logged_sum_is_over_samples(counts: list[int], total: float) -> None:
+    """Not over dummy micro-batches."""
+    module, logs = Own(), StepLogs()
+    for count in counts:
+        with logs.recording(module, count, lambda: None):
+            module.log("samples", torch.tensor(1), reduce_fx=torch.sum)
+    joined: dict[str, float] = {}
+    object.__setattr__(module, "log", lambda name, value, **_: joined.update({name: value}))
+    log_joined(module, logs.to_plain(), sum(counts))
+    assert joined == {"samples": total}
 
 
 class Weighing(Own):
