@@ -542,9 +542,11 @@ def _end_epoch_without_restart(loop: Any) -> None:
     strict = [config for config in loop.trainer.lr_scheduler_configs if is_resumed and config.strict]
     for config in strict:
         config.strict = False  # its metric may be of a validation before the checkpoint, and is in no file
-    type(loop).on_advance_end(loop)
-    for config in strict:
-        config.strict = True
+    try:
+        type(loop).on_advance_end(loop)
+    finally:
+        for config in strict:
+            config.strict = True
 
 
 def warn_of_few_workers(trainer: pl.Trainer, loader: DataLoader[Any]) -> None:
