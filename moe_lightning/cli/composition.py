@@ -372,7 +372,8 @@ def with_quotes(override: str) -> str:
     home folder themselves, since a resume compares their paths as they were given.
     """
     if match := _HOME.fullmatch(override):
-        is_kept = match[1] == "run_name" or match[1].startswith(("data.", "model."))
+        key = match[1].lstrip("+")
+        is_kept = key == "run_name" or key.startswith(("data.", "model."))
         return f'{match[1]}="{match[2] if is_kept else os.path.expanduser(match[2])}"'
     match = _NAMED_VALUES.fullmatch(override)
     return f'{match[1]}="{match[2]}"' if match else override

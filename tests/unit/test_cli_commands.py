@@ -176,6 +176,8 @@ def test_named_values_are_text(typed: str, value: str) -> None:
         ("+logger.csv.save_dir=~", "/home/u"),
         ("resume=~/a/step-4.ckpt", "/home/u/a/step-4.ckpt"),
         ("data.source=~/books", "~/books"),  # compared as they were given, and expanded where they are read
+        ("++data.source=~/books", "~/books"),
+        ("+model.pretrained=~/olmoe", "~/olmoe"),
         ("model.pretrained=~/olmoe", "~/olmoe"),
         ("run_name=~/a", "~/a"),
     ],
