@@ -749,9 +749,10 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
         return ""
     former = config_of(last.path)
     others = unused(changes(former, config)) if former else ""
+    start = "" if config["resume"] is False else ", start over with resume=false"
     return (
-        f"{directory} has finished its {last.step} steps{others}: give this run another run_name, start over with "
-        "resume=false, or measure it with task=validate"
+        f"{directory} has finished its {last.step} steps{others}: give this run another run_name{start}, or measure it "
+        "with task=validate"
     )
 
 
@@ -785,7 +786,9 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     found = changes(former, config) if former else []
     check_changes(found, overrides=config["resume_overrides"], is_named=newest is None)
     if newest is not None:
-        return None, f", resuming after step {newest.step} (resume=false starts over){effect(found)}"
+        is_restart = config["resume"] is False
+        hint = "after a restart; another run_name starts over" if is_restart else "resume=false starts over"
+        return None, f", resuming after step {newest.step} ({hint}){effect(found)}"
     return None, effect(found)
 
 

@@ -299,6 +299,21 @@ def test_a_restart_does_not_start_over_again(variable: str, tmp_path: Path, monk
     assert [_goes_on(directory, False) for directory in (mine, earlier)] == [True, False]
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_a_command_already_says_is_no_advice(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart resumes under resume=false too."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run = _run(tmp_path / "run", began=resume)
+    config = {"run_dir": str(run.path), "resume": resume, "task": "train", "resume_overrides": False}
+    state = train._prepare(run, config, is_first=True)[1]
+    finished = train._finished(run, {**config, "trainer": {"max_steps": 4}})
+    assert "resuming after step 4 (" in state
+    assert "has finished its 4 steps: give this run another run_name" in finished
+    assert ["resume=false" in said for said in (state, finished)] == [resume, resume]
+
+
 @pytest.mark.parametrize(("starts_over", "how"), [(False, ""), (True, " with resume=true")])
 def test_what_an_interrupted_command_does_next(starts_over: bool, how: str, tmp_path: Path) -> None:
     told = train._outlook(_run(tmp_path / "run", began=True), starts_over=starts_over)
