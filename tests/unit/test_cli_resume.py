@@ -24,6 +24,7 @@ from moe_lightning.cli.resume import changes, check_changes, config_of, effect, 
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.training import ResumedWithOverrides, RunRecord
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import OptimizerConfig, WarmupAndDecay
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
 
@@ -120,7 +121,8 @@ def test_what_cannot_change(key: str, value: Any) -> None:
 def test_sizes_that_null_stands_for_are_no_change() -> None:
     target = FORMER["model"]["_target_"]
     nulls = {"d_model": 64, "num_heads": 4, "d_hidden": None, "d_expert": None, "num_kv_heads": None}
-    sizes = {"d_hidden": 256, "d_expert": 256, "num_kv_heads": 4}
+    gpt = GPTConfig(**{**TINY, **nulls})  # type: ignore[arg-type]
+    sizes = {"d_hidden": gpt.hidden_size, "d_expert": gpt.expert_size, "num_kv_heads": gpt.kv_heads}
     given: Any = {"model": {"_target_": target, **nulls}}
     for former in ({"_target_": target, **nulls, **sizes}, nulls | sizes):  # of config.yaml, and of a checkpoint
         assert changes({"model": former}, given) == []
