@@ -660,8 +660,8 @@ def load_callbacks(trainer: pl.Trainer, dump: dict[str, Any], *, is_checkpoint: 
 
 
 def wrap(outer: CheckpointIO, inner: CheckpointIO) -> None:
-    """Replace the plugin that another one wraps. The setter of Lightning's own wrapper keeps the first one."""
-    name = "_checkpoint_io" if isinstance(outer, AsyncCheckpointIO) else "checkpoint_io"
+    """Replace the plugin that another one wraps. The setter of Lightning's own wrappers keeps the first one."""
+    name = "_checkpoint_io" if hasattr(outer, "_checkpoint_io") else "checkpoint_io"
     setattr(outer, name, inner)
 
 

@@ -455,11 +455,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def with_durable_io(io: CheckpointIO) -> CheckpointIO:
-    """Replace stock Lightning's plugin, or the one that a plugin wraps, by `DurableCheckpointIO`."""
+    """Replace stock Lightning's plugin, or the one that plugins wrap, by `DurableCheckpointIO`."""
     if type(io) is TorchCheckpointIO:
         return DurableCheckpointIO()
-    if type(getattr(io, "checkpoint_io", None)) is TorchCheckpointIO:  # as AsyncCheckpointIO has one
-        private_lightning.wrap(io, DurableCheckpointIO())
+    inner = getattr(io, "checkpoint_io", None)  # as AsyncCheckpointIO has one
+    if isinstance(inner, CheckpointIO) and (durable := with_durable_io(inner)) is not inner:
+        private_lightning.wrap(io, durable)
     return io
 
 

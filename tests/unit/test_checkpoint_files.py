@@ -16,7 +16,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
@@ -32,7 +33,7 @@ from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.errors import CheckpointError
 from moe_lightning.files import open_regular
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies.checkpoints import DurableCheckpointIO
+from moe_lightning.strategies.checkpoints import DurableCheckpointIO, with_durable_io
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer
@@ -223,6 +224,18 @@ def test_the_file_before_is_deleted_once_the_new_one_is_on_disk(
     fit(tmp_path, 4)
     first, second = "step-0000002.ckpt", "step-0000004.ckpt"
     assert events == [("on disk", first), ("on disk", second), ("deleted", first)]
+
+
+class Wrapper(_WrappingCheckpointIO):
+    """One of a user's own."""
+
+
+@pytest.mark.parametrize("io", [AsyncCheckpointIO(TorchCheckpointIO()), Wrapper(Wrapper(TorchCheckpointIO()))])
+def test_files_are_durable_below_any_wrapper(io: CheckpointIO) -> None:
+    innermost = with_durable_io(io)
+    while isinstance(inner := getattr(innermost, "checkpoint_io", None), CheckpointIO):
+        innermost = inner
+    assert isinstance(innermost, DurableCheckpointIO)
 
 
 def fit_in_a_thread(folder: Path) -> pl.Trainer:
