@@ -609,8 +609,8 @@ class _Watched:
         }
         ranks: dict[int, Standstill] = {}
         for rank, sign in signs.items():
-            if sign.is_stalled:
-                ranks[rank] = self._standstill(rank, sign.number)
+            if sign.is_stalled and (standstill := self._standstill(rank, sign.number)) is not None:
+                ranks[rank] = standstill
         others = set(range(self._size)) - ranks.keys()
         if others and (not has_waited or (not is_late and any(signs[r].number for r in others & signs.keys()))):
             return None
@@ -622,12 +622,13 @@ class _Watched:
             return None
         return Hang(seconds=seconds, ranks=ranks, silent=seen, is_late=is_late)
 
-    def _standstill(self, rank: int, number: int) -> Standstill:
+    def _standstill(self, rank: int, number: int) -> Standstill | None:
+        """Return a rank's standstill; None while a file system of the network does not show it."""
         if (rank, number) not in self._read:
-            (text,) = self._values.get([self._key("standstill", rank)])
-            values: dict[str, Any] = json.loads(text)
-            self._read[rank, number] = Standstill(**values | {"calls": [Call(*call) for call in values["calls"]]})
-        return self._read[rank, number]
+            for text in self._values.get([self._key("standstill", rank)]):
+                values: dict[str, Any] = json.loads(text)
+                self._read[rank, number] = Standstill(**values | {"calls": [Call(*call) for call in values["calls"]]})
+        return self._read.get((rank, number))
 
     def _ask(self, silent: set[int], signs: Mapping[int, _Sign], ranks: Collection[int]) -> None:
         """Ask a rank of each machine to look at the processes of its silent ranks."""

@@ -320,10 +320,25 @@ def test_standstills_replace_each_other_in_the_store(tmp_path: Path, is_file: bo
     watched, kept = _Watched(World.single(), store), set[tuple[int, int]]()
     for n in range(3):
         watched.publish(at(f"train.py:{n}"))
-        assert watched._standstill(0, watched._number).place == f"train.py:{n}"
+        standstill = watched._standstill(0, watched._number)
+        assert standstill is not None
+        assert standstill.place == f"train.py:{n}"
         watched.resume()
         kept.add((store.num_keys(), len(list(tmp_path.iterdir()))))
     assert len(kept) == 1
+
+
+def test_a_standstill_that_is_not_shown_yet_is_waited_for(tmp_path: Path) -> None:
+    """A file system of the network may show a file later than the store."""
+    watched = _Watched(World.single(), dist.FileStore(str(tmp_path / "store"), 1))
+    watched.publish(at())
+    (file,) = tmp_path.glob("*standstill*")
+    hidden = file.rename(tmp_path / "hidden")
+    assert watched.read(60, has_waited=False, is_late=False) is None
+    hidden.rename(file)
+    hang = watched.read(60, has_waited=False, is_late=False)
+    assert hang is not None
+    assert hang.ranks[0].place == at().place
 
 
 @pytest.mark.parametrize(
