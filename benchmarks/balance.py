@@ -249,8 +249,8 @@ def _copies(trainer: pl.Trainer) -> dict[str, float]:
     expected = planner.predicted_step() if planner is not None else None
     return {
         "copy_bytes": shadow_transfers.costs.sent_bytes if shadow_transfers else 0,
-        "exposed_trans_s": shadow_transfers.costs.trans_wait_s if shadow_transfers else 0.0,
-        "exposed_agg_s": shadow_transfers.costs.agg_wait_s if shadow_transfers else 0.0,
+        "exposed_trans_s": shadow_transfers.costs.trans_waits.seconds if shadow_transfers else 0.0,
+        "exposed_agg_s": shadow_transfers.costs.agg_waits.seconds if shadow_transfers else 0.0,
         "expected_copy_s": expected.transfer_s if expected else 0.0,
         "expected_exposed_s": expected.exposed_s if expected else 0.0,
     }

@@ -88,6 +88,7 @@ def test_ranks_that_leave_and_join_do_not_count_as_faults(tmp_path: Path) -> Non
         run.wait_for_step(3)
         run.signal(1, signal.SIGTERM)
         run.processes[1].join(PATIENCE_S)
+        run.wait_for_step(11)  # alone
         run.start(1)
         finish(run, range(2))
         assert [report["ranks_after"] for report in run.result(0)["reports"]] == [1, 2]

@@ -84,10 +84,10 @@ def test_users_read_the_names_of_all_parts() -> None:
         "storage of checkpoints": STORAGES,
         "membership": MEMBERSHIPS,
     }
-    assert listed == {kind: {*registry._members} for kind, registry in registries.items()}
+    assert listed == {kind: {*registry._own} for kind, registry in registries.items()}
     comment = re.search("# by the performance model; or (.*), or a plugin's", LOAD_BALANCER.read_text())
     assert comment is not None
-    assert {*comment[1].split(", ")} == {*PLACEMENT_RULES._members}
+    assert {*comment[1].split(", ")} == {*PLACEMENT_RULES._own}
 
 
 def test_a_rule_that_breaks_the_law_of_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
