@@ -213,7 +213,7 @@ _EXCHANGE = Conversation(_exchange("?", _ANSWER))
 
 
 def _behind(answered: str) -> str:
-    """What a text that begins with `_EXCHANGE` has behind the answer."""
+    """Return the end of a text that begins with `_EXCHANGE`: all behind the answer."""
     return answered.rpartition(_ANSWER)[2]
 
 
