@@ -41,7 +41,7 @@ _UNLISTED = (
 _MOST_LISTED = 4
 _MOST_BYTES = 1 << 24  # of a configuration
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""How often torchrun or SLURM has repeated a command."""
+"""Variables that count how often torchrun or SLURM have repeated a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +151,12 @@ def goes_on(config: Mapping[str, Any]) -> bool:
     resume, directory = config["resume"], RunDirectory(Path(config["run_dir"]))
     if resume is True or config["task"] != "train":
         return resume is True
+    if resume is False and all(os.environ.get(name, "0") == "0" for name in _RESTARTS):
+        return False
     commands = filter(None, map(_recorded, directory.path.glob("config*.yaml")))
     began_so = any(command.get("resume") == resume for command in commands)
     if resume is False:
-        return began_so and any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
+        return began_so
     newest = directory.newest_checkpoint()
     if not began_so and newest is not None:
         check_start(resume)

@@ -301,6 +301,12 @@ def test_a_restart_does_not_start_over_again(variable: str, tmp_path: Path, monk
     assert [_goes_on(directory, False) for directory in (mine, earlier)] == [True, False]
 
 
+def test_what_starts_over_does_not_read_the_former_run(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", began=False)
+    run.config.write_bytes(b"a: \xff")
+    assert not _goes_on(run, False)
+
+
 @pytest.mark.parametrize("resume", [True, False])
 def test_what_a_command_already_says_is_no_advice(
     resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
