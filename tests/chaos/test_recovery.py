@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -134,45 +135,39 @@ def test_newcomers_validate_with_those_who_did_before(tmp_path: Path) -> None:
 
 
 class Stopping(pl.Callback):
-    """Asks for the end of training at step 4, as EarlyStopping does."""
+    """Asks for the end of training at a step, as EarlyStopping does."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop |= trainer.global_step == 4
+        trainer.should_stop |= trainer.global_step == self._step
 
 
-def stopping(folder: Path) -> list[pl.Callback]:
-    return [Stopping()]
+def stopping(folder: Path, *, step: int) -> list[pl.Callback]:
+    return [Stopping(step)]
 
 
 @pytest.mark.slow
 def test_newcomers_stop_with_those_who_were_asked_to_before(tmp_path: Path) -> None:
     """Training goes on up to `min_steps`, and a rank is lost and replaced meanwhile."""
     kills, holds = [Kill(worker=1, step=6, place="forward")], [Hold(step=8, ranks=2)]
-    options: dict[str, Any] = {"callbacks": stopping, "trainer_options": {"min_steps": 12}}
+    options: dict[str, Any] = {"callbacks": partial(stopping, step=4), "trainer_options": {"min_steps": 12}}
     with elastic_run(tmp_path, workers=2, steps=24, kills=kills, holds=holds, **options) as run:
         run.supervise(restart=range(2))
         assert run.kills_done() == 1
         assert_same_losses(run, reference(12))
 
 
-class StoppingLater(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop |= trainer.global_step == 7
-
-
-def stopping_later(folder: Path) -> list[pl.Callback]:
-    return [StoppingLater()]
-
-
 @pytest.mark.slow
 def test_a_stop_is_decided_again_after_a_snapshot(tmp_path: Path) -> None:
     """The survivor was asked to stop, and no rank validates at the snapshot's step."""
-    kills = [Kill(worker=1, step=7, place="validation")]
-    options: dict[str, Any] = {"callbacks": stopping_later, "saving": {"every_n_steps": 5}, "validate": True}
+    kills, callbacks = [Kill(worker=1, step=7, place="validation")], partial(stopping, step=7)
+    options: dict[str, Any] = {"callbacks": callbacks, "saving": {"every_n_steps": 5}, "validate": True}
     with elastic_run(tmp_path, workers=2, steps=24, kills=kills, recovery={"min_replicas": 1}, **options) as run:
         run.supervise(restart=range(2))
         assert run.kills_done() == 1
-        assert_same_losses(run, reference(24, callbacks=stopping_later, validate=True))
+        assert_same_losses(run, reference(24, callbacks=callbacks, validate=True))
 
 
 @pytest.mark.slow
