@@ -323,9 +323,7 @@ class TemplatedTurns:
                 what = f"what an answer has before {_THOUGHT}: let the template write that, or remove it"
                 thoughts.append((what, replace(turn, content=content.replace(_THOUGHT, _ANSWER + _THOUGHT, 1))))
             self._require(said, whole, index, others)
-            if (
-                thoughts
-            ):  # asked of the answer as the last turn: many templates leave out what earlier ones have thought
+            if thoughts:  # of the answer as the last turn: many templates leave out what earlier ones have thought
                 asked = replace(said, turns=said.turns[: index + 1])
                 self._require(asked, self._written(asked), index, thoughts)
 
