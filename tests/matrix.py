@@ -1,4 +1,5 @@
-"""The slow matrix: every case marked slow, in parts of at most an hour, with one table at the end.
+"""The slow matrix: every case marked slow, in parts of at most an hour, with one table at the end. Further seeds of
+random tests, marked soak, are left to `pytest -m soak`.
 
     python -m tests.matrix --part 1/4 --results slow.jsonl     # the same command again runs what is missing
     python -m tests.matrix --table --results slow.jsonl        # of all parts; --record keeps the durations
@@ -157,7 +158,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def run_pytest(job: Job, *arguments: str, is_quiet: bool = False) -> int:
     # -m overrides that of pyproject.toml: the last one counts.
-    command = [sys.executable, "-m", "pytest", "-p", "tests.matrix", "-m", "slow", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.matrix", "-m", "slow and not soak", *arguments]
     out = subprocess.DEVNULL if is_quiet else None
     return subprocess.run(command, cwd=ROOT, env=os.environ | {_JOB: json.dumps(vars(job))}, stdout=out).returncode
 

@@ -24,7 +24,7 @@ from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from tests.chaos.checkpoint_worker import main as worker_main
 from tests.forks import PATIENCE_S, fork, kill
-from tests.parameters import slow
+from tests.parameters import slow, soak
 from tests.unit.checkpoint_state import assert_holds
 
 WORLD = 2
@@ -132,7 +132,7 @@ def run_schedule(base: Path, seed: int, processes: Processes) -> None:
     assert not list((base / "arenas").glob("*.arena"))
 
 
-@pytest.mark.parametrize("seed", [2, 3, *map(slow, [0, 1, *range(4, 12), *range(1000, 1988)])])
+@pytest.mark.parametrize("seed", [2, 3, *map(slow, [0, 1, *range(4, 12)]), *map(soak, range(1000, 1988))])
 def test_kill_9_at_random_instants(tmp_path: Path, seed: int, processes: Processes) -> None:
     run_schedule(tmp_path, seed, processes)  # asserts after every kill
 

@@ -31,6 +31,7 @@ from tests.forks import PATIENCE_S
 from tests.network.hosts import wait_for
 from tests.network.trainings import COMPARED_STEPS, TOLERANCE, Step, set_pace, steps_in
 from tests.network.trainings import SCRIPT as TRAINING_SCRIPT
+from tests.parameters import soak
 from tests.programs import ROOT
 
 pytestmark = needs_etcd
@@ -368,7 +369,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_no_snapshots")
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(12), *map(soak, range(12, 200))])
 def test_any_process_may_die(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: dict[int, float]
 ) -> None:

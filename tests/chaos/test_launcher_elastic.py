@@ -23,7 +23,7 @@ from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 from tests.commands import ForkedProgram
-from tests.parameters import slow
+from tests.parameters import slow, soak
 from tests.programs import ROOT, Program, run_program
 from tests.races import LOST_WAKE_UP
 
@@ -312,7 +312,7 @@ def test_a_worker_is_lost_while_groups_are_built(
 
 @pytest.mark.slow
 @pytest.mark.known_race(LOST_WAKE_UP)
-@pytest.mark.parametrize("seed", [0, *map(slow, [1, 2, *range(1000, 1200)])])
+@pytest.mark.parametrize("seed", [*range(3), *range(1000, 1010), *map(soak, range(1010, 1200))])
 def test_random_kills_stops_and_continuations(seed: int, commands: Callable[..., Command]) -> None:
     """Whoever lives ends up in one world, without a hang. A seed is a schedule, so a failure can be repeated."""
     rng = random.Random(seed)

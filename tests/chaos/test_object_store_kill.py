@@ -22,6 +22,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.errors import ConfigurationError
 from tests.forks import PATIENCE_S, forked
 from tests.object_stores import BUCKET, FAULTS, Faults
+from tests.parameters import soak
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds
 
 KILLS = 3
@@ -82,6 +83,6 @@ def run_schedule(base: Path, seed: int, faults: Faults) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(4), *range(1000, 1067)])
+@pytest.mark.parametrize("seed", [*range(4), *map(soak, range(1000, 1067))])
 def test_kill_9_while_a_store_fails(seed: int, tmp_path: Path, faults: Faults) -> None:
     run_schedule(tmp_path, seed, faults)  # asserts after every kill

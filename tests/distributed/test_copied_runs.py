@@ -15,6 +15,7 @@ from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import find_newest
 from tests.agents import ForkedAgent
 from tests.forks import wait_until
+from tests.parameters import slow, soak
 from tests.unit.checkpoint_state import EXPERTS, assert_holds, node
 
 
@@ -89,7 +90,7 @@ def test_a_living_agent_is_taken_only_where_its_path_leads_to_the_same_directory
     assert not agent_alive(arenas)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 160))])
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 10)), *map(soak, range(10, 160))])
 def test_nobody_writes_into_anothers_root(tmp_path: Path, seed: int) -> None:
     """An agent works on a run while its directory is copied, moved, replaced by a copy and moved back."""
     rng = random.Random(seed)

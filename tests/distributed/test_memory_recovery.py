@@ -43,7 +43,7 @@ from tests.distributed.protected_ranks import (
     snapshot,
     snapshotter_of,
 )
-from tests.parameters import slow
+from tests.parameters import slow, soak
 from tests.unit.checkpoint_state import EXPERTS, LAYERS
 
 
@@ -460,6 +460,6 @@ def test_kills_at_random_instants(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
+@pytest.mark.parametrize("seed", [*range(100, 110), *map(soak, range(110, 200))])
 def test_many_kills_at_random_instants(tmp_path: Path, seed: int) -> None:
     check(seed, tmp_path)

@@ -22,6 +22,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.test_partial_checkpoint import WITH_CHECKPOINTS, run, saver
 from tests.distributed.training import train
 from tests.forks import wait_until
+from tests.parameters import slow, soak
 
 RANKS, EARLIER, LATER = 2, 1, 3
 
@@ -126,6 +127,6 @@ def check_round(trained: Path, tmp_path: Path, seed: int) -> None:
         assert steps == [LATER] * 2
 
 
-@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40) if seed != 2)])
+@pytest.mark.parametrize("seed", [2, *map(slow, [0, 1, *range(3, 10)]), *map(soak, range(10, 40))])
 def test_all_ranks_resume_from_one_step(trained: Path, tmp_path: Path, seed: int) -> None:
     check_round(trained, tmp_path, seed)

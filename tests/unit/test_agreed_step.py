@@ -22,6 +22,7 @@ from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.storage.objects import FsspecStorage
+from tests.parameters import slow, soak
 from tests.unit.checkpoint_state import EXPERTS, EXTRA, assert_holds, state_of
 
 
@@ -75,7 +76,7 @@ def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_PAUSE_S", 0.0)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))])
+@pytest.mark.parametrize("seed", [*range(3), *map(slow, range(3, 10)), *map(soak, range(10, 50))])
 def test_agents_that_look_at_random_moments_meet(seed: int, tmp_path: Path) -> None:
     """A snapshot after every step; each agent looks now and then, at its own pace: some only every tenth step."""
     rng = random.Random(seed)

@@ -20,6 +20,7 @@ from moe_lightning.checkpoint.directory import Superseded, checkpoints, enter_wo
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.posix import PosixStorage
+from tests.parameters import slow, soak
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 
 
@@ -104,7 +105,7 @@ def test_a_storage_that_fails_while_it_is_read_is_reported(tmp_path: Path, monke
         assert "cannot be read (Input/output error)" in str(made.agent.status.damage)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, 1, *map(slow, range(2, 10)), *map(soak, range(10, 40))])
 def test_a_damaged_file_is_written_anew_within_so_many_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -19,6 +19,7 @@ from moe_lightning.checkpoint.memory import local_inventory
 from moe_lightning.cli.ckpt import main
 from tests.agents import fork_agent
 from tests.forks import wait_until
+from tests.parameters import slow, soak
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
 
 
@@ -93,7 +94,7 @@ def test_what_lives_or_belongs_to_others_is_left_alone(room: Path, monkeypatch: 
     assert orphans() == []
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
+@pytest.mark.parametrize("seed", [0, 1, 2, *map(slow, range(3, 10)), *map(soak, range(10, 60))])
 def test_flips_anywhere_in_an_arena_end_nobody(room: Path, tmp_path: Path, seed: int) -> None:
     """The agent, the inventory, the list of orphans and a restart go on; what is written is whole."""
     rng = random.Random(seed)

@@ -29,6 +29,7 @@ from moe_lightning.checkpoint.session import later_session
 from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
+from tests.parameters import soak
 from tests.unit.checkpoint_state import node
 
 STORAGE = PosixStorage()
@@ -142,9 +143,7 @@ def test_every_order_of_one_agents_and_a_newer_worlds_operations(root: Path, mon
     assert refusals > 0
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 3000))]
-)
+@pytest.mark.parametrize("seed", [*range(60), *map(soak, range(60, 3000))])
 def test_random_orders_of_two_agents_and_a_newer_world(seed: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     outcome(root, rng.choices(["old0", "old1", "new"], k=24), RANKS, monkeypatch)  # which asserts
