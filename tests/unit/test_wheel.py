@@ -119,10 +119,12 @@ def test_an_installed_wheel_trains_outside_of_the_checkout(wheel: Path, tmp_path
     # so an editable installation of the checkout is not found.
     installed = [folder for folder in sys.path if Path(folder).name.endswith("-packages")]
     (packages / "dependencies.pth").write_text("\n".join(installed))
+    variables = users_environment()
+    variables.pop("PYTHONPATH", None)  # which may lead to the checkout
 
     def run(*command: str | Path) -> str:
         done = subprocess.run(
-            [str(part) for part in command], cwd=folder, env=users_environment(), capture_output=True, text=True
+            [str(part) for part in command], cwd=folder, env=variables, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
