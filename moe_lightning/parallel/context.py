@@ -190,6 +190,7 @@ class ExchangeClock:
 STORE_VARIABLE = "MOE_LIGHTNING_STORE"
 """Set by a launcher of ours to the folder in which its workers meet."""
 
+_SOON = timedelta(seconds=1)
 _attempts = itertools.count()
 
 
@@ -510,6 +511,27 @@ def common_store() -> Store | None:
     return private_torch.default_store() if dist.is_initialized() else None
 
 
+def _file_of(store: Store) -> Path | None:
+    """Return the file of a FileStore, below its prefixes; None for other stores."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return Path(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_waiting_for(store: Store) -> Iterator[None]:
+    """Let the store fail soon where the rank that keeps it has ended. A FileStore whose file is gone waits for another,
+    for as long as a collective may take.
+    """
+    limit = store.timeout  # type: ignore[attr-defined]
+    if _file_of(store) is not None:
+        store.set_timeout(_SOON)
+    try:
+        yield
+    finally:
+        store.set_timeout(limit)
+
+
 class LatestValues:
     """Values of a common store that ranks replace often. torch's FileStore appends to its file whatever is set: there
     they are files beside it.
@@ -519,10 +541,7 @@ class LatestValues:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = bare = store
-        while isinstance(bare, PrefixStore):
-            bare = bare.underlying_store
-        self._path = Path(bare.path) if isinstance(bare, FileStore) else None  # type: ignore[attr-defined]
+        self._store, self._path = store, _file_of(store)
 
     def set(self, key: str, text: str) -> None:
         """Set or replace a value."""

@@ -24,12 +24,14 @@ from moe_lightning.compat import private_torch
 from moe_lightning.elastic.faults import explain, is_network_fault
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.context import World, common_store
+from moe_lightning.parallel.context import World, common_store, without_waiting_for
 from moe_lightning.strategies.gradients import explained_norm
 from moe_lightning.strategies.worlds import FixedWorld, Worlds
 from moe_lightning.user_errors import one_line
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class Failure:
         """Publish the exception to the other ranks, unless it is a consequence of another rank's end."""
         if self.is_network_fault or self._store is None:
             return
-        with suppress(RuntimeError):  # the store has ended: nobody is left to read it
+        with suppress(RuntimeError), without_waiting_for(self._store):  # it has ended: nobody is left to read it
             counts = [private_torch.num_collectives(group) for group in world.all_groups]
             message = f"failed: {type(error).__name__}: {one_line(error)}; see its traceback"
             if isinstance(error, SIGTERMException):
@@ -76,14 +78,18 @@ class Failure:
         if self.is_network_fault or self._store is None:
             return False
         try:
-            deadline = time.monotonic() + _PATIENCE_S
-            while not self._store.check(self._keys) and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
-            counts = [json.loads(self._store.get(k))[1] for k in self._keys] if self._store.check(self._keys) else []
-            proposal = _TOGETHER if counts and all(count == counts[0] for count in counts) else _APART
-            return bytes(self._store.compare_set(f"{self._name}: decision", "", proposal)).decode() == _TOGETHER
+            with without_waiting_for(self._store):
+                return self._decision(self._store) == _TOGETHER
         except RuntimeError:  # as above
             return False
+
+    def _decision(self, store: Store) -> str:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not store.check(self._keys) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        counts = [json.loads(store.get(key))[1] for key in self._keys] if store.check(self._keys) else []
+        proposal = _TOGETHER if counts and all(count == counts[0] for count in counts) else _APART
+        return bytes(store.compare_set(f"{self._name}: decision", "", proposal)).decode()
 
     def savers(self, trainer: pl.Trainer) -> list[Any]:
         """Return the callbacks that would save a checkpoint on this exception, but not all ranks can."""
@@ -105,9 +111,11 @@ class Failure:
 
     def _cause(self) -> str | None:
         """Return the exception of another rank, in words; None if none has published one."""
-        with suppress(RuntimeError):
+        if self._store is None:
+            return None
+        with suppress(RuntimeError), without_waiting_for(self._store):
             for rank, key in enumerate(self._keys):
-                if self._store is not None and rank != self._rank and self._store.check([key]):
+                if rank != self._rank and self._store.check([key]):
                     return f"rank {rank} {json.loads(self._store.get(key))[0]}"
         return None
 
