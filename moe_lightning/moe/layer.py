@@ -114,6 +114,11 @@ class _Passes:
     without_graph: int = 0
     unused_losses: int = 0
 
+    def close(self, number: int, _: Tensor) -> None:
+        """A backward pass has gone through a loss: the next forward pass begins another sum."""
+        self.open_at = None
+        self.are_spent |= number == self.sums
+
 
 @validated
 class MoELayer(nn.Module):
@@ -311,6 +316,11 @@ class MoELayer(nn.Module):
         has_run, self._passes.came = self._passes.came, False
         return has_run
 
+    def release_graph(self) -> None:
+        """Keep no more than the value of `auxiliary_loss`. Hooks of callbacks on its graph may lead to this layer."""
+        if self.auxiliary_loss is not None:
+            self.auxiliary_loss = self.auxiliary_loss.detach()
+
     def take_auxiliary_loss(self) -> Tensor | None:
         """Return `auxiliary_loss`, which is None afterwards."""
         loss, self.auxiliary_loss = self.auxiliary_loss, None
@@ -448,7 +458,8 @@ class MoELayer(nn.Module):
             self._passes.open_at = now if is_trained and is_open else None
             self._passes.sums += 1
             if loss is not None and loss.requires_grad:
-                loss.register_hook(partial(self._close, self._passes.sums))  # type: ignore[no-untyped-call]
+                # Not a method of the layer, which holds the loss: no collector sees a cycle through a graph.
+                loss.register_hook(partial(self._passes.close, self._passes.sums))  # type: ignore[no-untyped-call]
 
     def _micro_batch(self) -> object:
         """Return a value of this micro-batch alone: its number, or the version of what is trained where none is
@@ -458,11 +469,6 @@ class MoELayer(nn.Module):
         if number is not None:
             return number
         return tuple(private_torch.version_of(p) for p in self.parameters() if p.requires_grad)
-
-    def _close(self, number: int, _: Tensor) -> None:
-        """A backward pass has gone through a loss: the next forward pass begins another sum."""
-        self._passes.open_at = None
-        self._passes.are_spent |= number == self._passes.sums
 
     def _count_for_bias(self, tokens_NE: Tensor, *, is_again: bool) -> None:
         """Count a pass once: not when it is computed again, unless its first pass had no graph, as in reentrant

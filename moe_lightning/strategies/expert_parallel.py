@@ -640,6 +640,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if module is not None and self.state.holds(module):
             self._gathered = self._gathered or GatheredExperts(self.experts, self.state.stages)
             self._gathered.attach()
+            self.experts.release_graphs()
             self.state.parts.abort_step(self.world)
         self.update.end(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:

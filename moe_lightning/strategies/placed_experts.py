@@ -452,6 +452,11 @@ class PlacedExperts:
         self.shadow_transfers = StepShadowTransfers(shadow_transfers)
         self.shadow_transfers.begin()
 
+    def release_graphs(self) -> None:
+        """Release the graphs of the last step, which would hold the model and its process groups for ever."""
+        for layer in self.layers:
+            layer.release_graph()
+
     def forget_step(self) -> None:
         """Release what an aborted step has left in the layers: graphs, statistics, shadows."""
         self._drop_shadows()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -18,6 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig, auxiliary_loss
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, Recorder, make_trainer, replicas_of
 from tests.parameters import slow
@@ -356,3 +361,36 @@ def test_checkpoints_early_stopping_and_monitors(tmp_path: Path) -> None:
     )
     (metrics,) = (tmp_path / "two").rglob("metrics.csv")
     assert "lr-AdamW" in metrics.read_text()
+
+
+# ---------------------------------------------------------------------- after it
+
+
+def train_again_and_again(rank: int, world_size: int, strategy: dict[str, Any], callback: type[pl.Callback]) -> None:
+    """In worlds of this process, each of which is to end with its training."""
+    counts = []
+    for number in range(3):
+        if number:
+            store = dist.FileStore(f"store-{number}", world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        trainer = make_trainer(rank, world_size, strategy, callbacks=[callback()], max_steps=2)
+        trainer.fit(OwnModule(), train_loader())
+        dist.barrier()
+        dist.destroy_process_group()
+        del trainer
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    assert counts[1] == counts[2], "threads of process groups that somebody holds"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.parametrize(
+    ("strategy", "callback"),
+    [
+        ({"dense": "fsdp"}, LoadBalancer),
+        slow({}, pl.Callback),
+        slow({"dense": "zero1"}, LoadBalancer),
+    ],
+)
+def test_a_training_leaves_no_process_groups(strategy: dict[str, Any], callback: type[pl.Callback]) -> None:
+    run_ranks(2, train_again_and_again, strategy, callback)
