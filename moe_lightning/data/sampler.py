@@ -18,7 +18,6 @@ import random
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -47,9 +46,7 @@ class OwnGenerators:
             _restore(self._own)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._own = _states()
         _restore(self._others)
 

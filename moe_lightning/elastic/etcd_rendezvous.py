@@ -32,7 +32,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from moe_lightning.elastic.etcd import (
@@ -371,9 +370,7 @@ class EtcdRendezvous:
             self._threads[-1].start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._changed.set()
         for thread in self._threads:

@@ -15,7 +15,6 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from moe_lightning.arguments import Parser
@@ -65,9 +64,7 @@ class RendezvousServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
