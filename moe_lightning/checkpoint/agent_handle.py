@@ -121,8 +121,12 @@ class AgentHandle:
         Raises:
             ConfigurationError: one serves that writes elsewhere, and it does not leave.
         """
-        if not self._has_own and agent_alive(self._arenas) and not self._serves_root():
-            self._replace()
+        if not self._has_own and agent_alive(self._arenas) and not self._serves_root() and not self._stop(_LEAVE_S):
+            # the directory of checkpoints has moved, and the agent still writes to its old place
+            raise ConfigurationError(
+                f"an agent serves {self._arenas} that does not write to {self._root}, and has not left within "
+                f"{_LEAVE_S:g} s: end the process that {self._arenas / LOCK} names"
+            )
         (self._arenas / STOP).unlink(missing_ok=True)
         self.ensure()
 
@@ -142,14 +146,8 @@ class AgentHandle:
         Raises:
             CheckpointError: it has not in time.
         """
-        request_stop(self._arenas)
-        deadline = time.monotonic() + timeout_s
-        while self.runs:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"the agent of {self._arenas} has not left within {timeout_s:.0f} s: see {LOG} there"
-                )
-            time.sleep(_POLL_S)
+        if not self._stop(timeout_s):
+            raise CheckpointError(f"the agent of {self._arenas} has not left within {timeout_s:.0f} s: see {LOG} there")
 
     @property
     def _has_own(self) -> bool:
@@ -161,17 +159,13 @@ class AgentHandle:
             time.sleep(_POLL_S)  # it may have begun this instant
         return root is not None and storage_of(root).identity(root) == storage_of(self._root).identity(self._root)
 
-    def _replace(self) -> None:
-        """The directory of checkpoints has moved: the agent that writes to its old place goes, another one comes."""
+    def _stop(self, timeout_s: float) -> bool:
+        """Ask the agent to exit, and return True once it has, False if it has not in time."""
         request_stop(self._arenas)
-        deadline = time.monotonic() + _LEAVE_S
-        while agent_alive(self._arenas):
-            if time.monotonic() > deadline:
-                raise ConfigurationError(
-                    f"an agent serves {self._arenas} that does not write to {self._root}, and has not left within "
-                    f"{_LEAVE_S:g} s: end the process that {self._arenas / LOCK} names"
-                )
+        deadline = time.monotonic() + timeout_s
+        while (runs := self.runs) and time.monotonic() <= deadline:
             time.sleep(_POLL_S)
+        return not runs
 
 
 def start_agent(arenas: Path, root: Place, **options: float) -> subprocess.Popen[bytes]:
@@ -181,15 +175,8 @@ def start_agent(arenas: Path, root: Place, **options: float) -> subprocess.Popen
     Args:
         options: `keep_last`, `poll_s`, `grace_s`, `retry_s`, `commit_timeout_s` of `Agent` and its `run`.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "moe_lightning.checkpoint.agent",
-        "--arenas",
-        str(arenas),
-        "--checkpoints",
-        str(root),
-    ]
+    command = [sys.executable, "-m", "moe_lightning.checkpoint.agent"]
+    command += ["--arenas", str(arenas), "--checkpoints", str(root)]
     if storage_of(root).is_dir(root):
         command += ["--identity", storage_of(root).identity(root)]
     for name, value in options.items():
