@@ -713,12 +713,7 @@ class LauncherClient:
 
     def read(self) -> list[Message]:
         """Return the messages since the last call."""
-        messages = []
-        while True:
-            try:
-                messages.append(self._received.get_nowait())
-            except queue.Empty:
-                return messages
+        return [self._received.get() for _ in range(self._received.qsize())]
 
     def close(self) -> None:
         """Close the connection, after what workers that have ended said last."""
