@@ -365,9 +365,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         pl_module.log("checkpoint/stall_ms", 1e3 * self._wait_for_copy(), logger=False)
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.lost.counts.add(stages_of(trainer))
         is_update = not private_lightning.is_accumulating(trainer)
         if is_update:

@@ -101,9 +101,7 @@ class Console(ProgressBar):
             self._bar.start()
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self._is_shown or private_lightning.is_accumulating(trainer):
             return
         logs = private_lightning.logs_now(trainer)

@@ -223,9 +223,7 @@ class FaultRecovery(ExpertParallelCallback):
             strategy.state.shards.verify_replay()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = _strategy(trainer)
         if strategy.elastic.change_is_due:
             raise MembersChange(MEMBERS_CHANGE)

@@ -490,9 +490,7 @@ class LoadBalancer(ExpertParallelCallback):
             self.follower.turn()
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self.planner is None or self.follower is None:
             return
         self._costs.end_micro_batch()

@@ -107,9 +107,7 @@ class RoutingRecorder(Callback):
         self._samples, self._iterations = [self._samples[at] for at in kept], [self._iterations[at] for at in kept]
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         accumulating = private_lightning.is_accumulating(trainer)
         iteration = trainer.global_step + 1 if accumulating else trainer.global_step
         stages = stages_of(trainer)

@@ -218,9 +218,7 @@ class SpikeGuard(ExpertParallelCallback):
         self._copies.clear()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         here, sampler = joined_slice(trainer.train_dataloader), first_sampler(trainer.train_dataloader)
         self._spike = None  # rank 0 has ended the last batch
         self._began = began = None if here is None or sampler is None else sampler.begin_of(here)
@@ -233,9 +231,7 @@ class SpikeGuard(ExpertParallelCallback):
             self._copies.append(StateCopy.of(strategy, step, position))
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy, step = own_strategy(trainer, "SpikeGuard"), trainer.global_step + 1
         while self._losses and self._losses[-1][0] >= step:
             self._losses.pop()
@@ -274,9 +270,7 @@ class SpikeGuard(ExpertParallelCallback):
             self._copies.append(replace(source, position=self._position))
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if private_lightning.is_accumulating(trainer):
             return
         if self._spike is not None:

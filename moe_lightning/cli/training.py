@@ -169,9 +169,7 @@ class ResumedWithOverrides(Callback):
         self._apply(trainer)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """A recovery from storage may bring the checkpoint's values back between two steps."""
         self._apply(trainer)
 
@@ -293,9 +291,7 @@ class GracefulStop(Callback):
                 signal.signal(signal.SIGTERM, self._ask)
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if private_lightning.is_accumulating(trainer):
             return
         interval = trainer.log_every_n_steps if trainer.world_size > 1 else 1  # type: ignore[attr-defined]

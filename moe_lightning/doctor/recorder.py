@@ -292,9 +292,7 @@ class Recorder(Callback):
     # ------------------------------------------------------------------ hooks of the trainer
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
         self._place = place = places_of(trainer)
         if not self._note:
             self._note = {
@@ -376,9 +374,7 @@ class Recorder(Callback):
 
     @override
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self._micro = None
         if private_lightning.is_accumulating(trainer) or not self._note:
             return
