@@ -7,7 +7,6 @@ are logged as recoveries.csv beside a CSV logger's metrics, a table of W&B and t
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -25,6 +24,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.elastic.faults import MEMBERS_CHANGE, MembersChange
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import append_rows
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
@@ -67,7 +67,9 @@ def log_table(loggers: Iterable[Logger], reports: Sequence[RecoveryReport]) -> N
     rows = [table_row(report) for report in reports]
     for logger in loggers:
         if isinstance(logger, CSVLogger):
-            _append(Path(logger.log_dir) / "recoveries.csv", rows[-1])
+            path = Path(logger.log_dir) / "recoveries.csv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append_rows(path, COLUMNS, rows[-1:])
         elif isinstance(logger, WandbLogger):
             import wandb
 
@@ -76,13 +78,6 @@ def log_table(loggers: Iterable[Logger], reports: Sequence[RecoveryReport]) -> N
         elif isinstance(logger, TensorBoardLogger):
             text = "  \n".join(f"**{name}** {value}" for name, value in zip(COLUMNS, rows[-1], strict=True))
             logger.experiment.add_text("recovery/table", text, reports[-1].step)
-
-
-def _append(path: Path, row: Sequence[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, row] if is_new else [row])
 
 
 @validated
