@@ -62,6 +62,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 _POLL_S = 0.05
 _INSIST_S = 1.0
+_KILLED_S = 30.0
 _SAVING_S = 600.0
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 16
 
@@ -193,7 +194,8 @@ def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], lo
 
 
 def end(processes: Collection[Process], grace_s: float, *, is_request: bool = False) -> None:
-    """Interrupt the workers that still run, then kill them and their children; a second signal kills at once.
+    """Interrupt the workers that still run, then kill them and their children; a second signal kills at once. Nothing
+    waits for a worker that a driver or a file system still holds after half a minute: it counts as killed.
 
     Args:
         grace_s: time that they have; 0: none.
@@ -212,8 +214,17 @@ def end(processes: Collection[Process], grace_s: float, *, is_request: bool = Fa
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILLED_S
     for process in processes:
-        process.wait()
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.returncode = -signal.SIGKILL
+            print(
+                f"process {process.pid} still runs {_KILLED_S:g} s after SIGKILL, in a driver or a file system: "
+                "restart this machine if it stays",
+                file=sys.stderr,
+            )
 
 
 def end_on_signal(processes: Collection[Process], received: signal.Signals, grace_s: float) -> None:

@@ -140,6 +140,23 @@ def test_workers_may_finish_a_long_step_before_they_leave_on_a_notice(machine: M
     assert not (machine.folder / "interrupted").exists()
 
 
+def test_a_worker_that_cannot_be_killed_does_not_hold_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A driver or a file system holds it in the kernel, as a process that nobody kills here."""
+    stuck = subprocess.Popen(["sleep", "30"], start_new_session=True)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(launcher, "_KILLED_S", 0.1, raising=False)
+            patched.setattr(os, "killpg", lambda *_: None)
+            launcher.end([stuck], 0.0)
+            launcher.end([stuck], 0.0)
+        assert capsys.readouterr().err.count(f"process {stuck.pid} still runs 0.1 s after SIGKILL") == 1
+    finally:
+        os.kill(stuck.pid, signal.SIGKILL)
+        os.waitpid(stuck.pid, 0)
+
+
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_workers_that_do_not_leave(machine: Machine, second: signal.Signals) -> None:
     machine.script, began = _waiting("", ""), time.monotonic()
