@@ -28,6 +28,7 @@ _BUDGET_S = 95.0
 _AT_ONCE = 4
 _TURNS = 5  # into which the budget is divided: the first checks, which compile most, get what the others leave
 _LOOK_S = 0.5
+_KILLED_S = 2.0
 _PROBE = """
 import torch, importlib.util
 n = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -160,9 +161,13 @@ def _outputs(process: subprocess.Popen[str], turns: _Turns) -> tuple[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """With all that it has started."""
+    """With all that it has started; one that a driver holds all the same counts as killed."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        process.returncode = -signal.SIGKILL
 
 
 def _last_line(text: str) -> str:
@@ -171,11 +176,8 @@ def _last_line(text: str) -> str:
 
 def _devices() -> tuple[int, str]:
     """GPUs of this machine and a line on them; asked in another process, since a broken driver may end it."""
-    try:
-        done = subprocess.run((sys.executable, "-c", _PROBE), capture_output=True, text=True, timeout=_PROBE_S)
-    except subprocess.TimeoutExpired:
-        return 0, f"asking for GPUs did not end in {_PROBE_S:.0f} s"
-    if done.returncode:
-        return 0, _last_line(done.stderr)
-    number, where = _last_line(done.stdout).split("|", 1)
+    verdict, note = _ended((sys.executable, "-c", _PROBE), _Turns(0, _PROBE_S), set())
+    if verdict == "FAIL":
+        return 0, f"asking for GPUs: {note}"
+    number, where = note.split("|", 1)
     return int(number), where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import sys
 import time
@@ -89,6 +90,21 @@ def test_checks_that_hang_leave_time_for_those_after_them() -> None:
     assert [one.name for one in outcomes] == list(commands)
     assert [one.verdict for one in outcomes] == ["FAIL"] * 5 + ["pass"] * 2
     assert all(one.note.startswith("timed out after") for one in outcomes[:5])
+
+
+def test_a_check_that_cannot_be_killed_does_not_hold_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken driver holds it in the kernel, as a process that nobody kills here."""
+    held: list[int] = []
+    kill = os.killpg
+    monkeypatch.setattr(gpu_check, "_KILLED_S", 0.1, raising=False)
+    monkeypatch.setattr(os, "killpg", lambda group, number: held.append(group))
+    try:
+        (outcome,) = outcomes_of({"hangs": ("sleep", "30")}, budget_s=0.1)
+        assert outcome.verdict == "FAIL"
+        assert os.waitpid(held[0], os.WNOHANG) == (0, 0), "it still runs"
+    finally:
+        kill(held[0], signal.SIGKILL)
+    assert os.waitpid(held[0], 0)[0] == held[0]
 
 
 def test_the_whole_ends_in_under_two_minutes() -> None:
