@@ -141,7 +141,7 @@ class _Run:
         """Let time pass; nodes neither leave nor come."""
         while self.now_ns < until_ns:
             if self.now_ns < self._ready_ns:
-                self._wait(min(until_ns, self._ready_ns))
+                self._wait(self._next_stop_ns(min(until_ns, self._ready_ns)))
             elif self.world is None:
                 self._pass(until_ns, 0)
             elif self._join_due_ns is not None and self._join_due_ns <= self.now_ns:
@@ -149,9 +149,13 @@ class _Run:
                 self._take_in()
             else:
                 stop = until_ns if self._join_due_ns is None else min(until_ns, self._join_due_ns)
-                self._train(min([stop, *(at for at in self._changes_ns if at > self.now_ns)]))
-                if self.now_ns in self._changes_ns and self.world is not None:
-                    self._change_speed()
+                self._train(self._next_stop_ns(stop))
+            if self.now_ns in self._changes_ns and self.world is not None:
+                self._change_speed()
+
+    def _next_stop_ns(self, until_ns: int) -> int:
+        """Return the time given, or that of a change of speed before it."""
+        return min([until_ns, *(at for at in self._changes_ns if at > self.now_ns)])
 
     def _wait(self, until_ns: int) -> None:
         world = self._next or self.world

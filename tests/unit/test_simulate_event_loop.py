@@ -463,6 +463,24 @@ def test_a_rank_is_slow_for_a_while() -> None:
     assert later.samples == calm
 
 
+def test_a_rank_that_slows_down_during_a_stall_is_slow() -> None:
+    work = small_workload(**BATCH)
+    kept = {"workload": work, "saving": "blocking", "interval_steps": 200, "by_speed": False}
+    calm = simulate(scenario(**kept))
+    stall_s = calm.stall_s / calm.checkpoints
+    begin_s = 200 * calm.step_s
+    during = [round(begin_s + part * stall_s, 6) for part in (-0.5, 0.5, 1.5)]
+    steps = [simulate(scenario(**kept, hardware=small_hardware(slow_speed=0.5, slow_from_s=at))).steps for at in during]
+    assert sorted(steps) == steps
+    assert steps[-1] < 0.7 * calm.steps
+    until = [
+        simulate(scenario(**kept, hardware=small_hardware(slow_speed=0.5, slow_from_s=0.0, slow_until_s=at))).steps
+        for at in during
+    ]
+    assert sorted(until, reverse=True) == until
+    assert until[-1] > 0.9 * calm.steps
+
+
 @pytest.mark.slow
 def test_recommend_says_what_mixing_costs() -> None:
     run = scenario(workload=small_workload(**BATCH), hardware=small_hardware(speeds=[1.0, 0.5]))
