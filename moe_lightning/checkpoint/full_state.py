@@ -25,7 +25,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.pieces import StatePiece
-from moe_lightning.state.table import State, numbers_among, require_same_order
+from moe_lightning.state.table import State, numbers_among, require_row_each, require_same_order
 from moe_lightning.state.tensors import cut_of, loading, local, part_of_whole, pieces_of, rows_like, rows_of
 from moe_lightning.state.transfer import gather
 
@@ -115,7 +115,11 @@ def local_model_state(
 
 def full_optimizer_state(state: State, index: int, world: World) -> dict[str, Any]:
     """The state_dict of an optimizer as a single process would have it, on rank 0; empty on the other ranks.
-    Collective."""
+    Collective.
+
+    Raises:
+        ConfigurationError: a state of experts that are on several ranks has no row for each of them.
+    """
     optimizer, _ = state.optimizers[index]
     pieces: list[StatePiece] = []
     names = {parameter: name for name, parameter in state.module.named_parameters()}
@@ -126,6 +130,8 @@ def full_optimizer_state(state: State, index: int, world: World) -> dict[str, An
             if not isinstance(value, Tensor) or name == AVERAGE:  # which is in the model's state
                 continue
             key = f"{number}/{name}"
+            if stack is not None and value.ndim and world.size > 1:
+                require_row_each(name, value, names.get(parameter, str(number)), parameter)
             if stack is not None and value.shape[:1] == parameter.shape[:1]:
                 pieces += rows_of(key, value, stack)
             elif cut is not None and value.ndim:

@@ -159,11 +159,7 @@ class State:
         for name, parameter in self.stacks[layer].saved.items():
             scopes = {_weight_scope(parameter): parameter.detach()} | self.moments(parameter)
             for scope, stack in scopes.items():
-                if stack.shape[0] != parameter.shape[0]:
-                    raise ConfigurationError(
-                        f"the optimizer's {scope!r} of {name} has shape {list(stack.shape)}, which cannot be cut by "
-                        "expert: use an optimizer whose states have a row for each row of the parameter, such as AdamW"
-                    )
+                require_row_each(scope, stack, name, parameter)
                 yield StatePiece.of(f"expert/{layer}/{expert}/{scope}/{name}", stack[slot], holders)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -312,6 +308,21 @@ def _whole_moment_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, .
 def _weight_scope(parameter: Tensor) -> str:
     """A float32 parameter is its own master copy."""
     return "master" if parameter.element_size() >= 4 else "weight"
+
+
+def require_row_each(scope: str, value: Tensor, name: str, parameter: Tensor) -> None:
+    """
+    Args:
+        value: the optimizer's state of this scope for a parameter whose rows are experts.
+
+    Raises:
+        ConfigurationError: it has no row for each of them, such as the scales of eight-bit states.
+    """
+    if value.shape[0] != parameter.shape[0]:
+        raise ConfigurationError(
+            f"the optimizer's {scope!r} of {name} has shape {list(value.shape)}, which cannot be cut by expert: use an "
+            "optimizer whose states have a row for each row of the parameter, such as AdamW"
+        )
 
 
 def _is_moment(value: object) -> bool:

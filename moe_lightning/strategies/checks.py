@@ -122,8 +122,9 @@ _STEPS = 6
 _FIRST_WEIGHTS = 1e-3
 """Small enough for the last bits of an update to be bits of the weights."""
 
-_NEIGHBORS = (2, 3, 5, 9)
-"""Numbers of slots, of which the trial takes the last; a vector register ends at another place in each."""
+_NEIGHBORS = (2, 3, 5, 9, 128)
+"""Numbers of slots, of which the trial takes the last; a vector register ends at another place in each of the first
+four. The most have more than 4096 numbers, the size from which eight-bit optimizers quantize their states."""
 
 _VECTOR = 64
 """Rows are tried with as many numbers as fill the last vector register of the real ones."""

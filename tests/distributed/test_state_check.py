@@ -59,6 +59,25 @@ class Lars(Lion):
                 p.data -= group["lr"] * p.grad / p.grad.norm()
 
 
+class EightBit(Lion):
+    """Momentum in eight bits with a scale for each 256 numbers, for tensors of at least 4096."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if p.numel() < 4096:
+                    momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                else:
+                    known = state["momentum"].view(-1, 256) * state["scale"][:, None] if state else 0.0
+                    momentum = 0.9 * known + 0.1 * p.grad.reshape(-1, 256)
+                    state["scale"] = momentum.abs().amax(1).clamp_min(1e-30) / 127
+                    state["momentum"] = (momentum / state["scale"][:, None]).round().to(torch.int8).view_as(p)
+                    momentum = (state["momentum"].view(-1, 256) * state["scale"][:, None]).view_as(p)
+                p.sub_(group["lr"] * momentum)
+
+
 class Unknown(Lion):
     """One whose constructor asks for more than its options."""
 
@@ -105,6 +124,12 @@ def test_optimizers_that_mix_rows_are_refused(kind: Any, options: dict[str, Any]
     with pytest.raises(ConfigurationError, match=rf"^{kind.__name__} updates an expert differently .* use AdamW"):
         require_updates_by_expert([kind(parameters, **options)], parameters)
     require_updates_by_expert([kind(parameters, **options)], [])  # of dense parameters it is nobody's business
+
+
+def test_optimizers_that_quantize_large_states_are_refused() -> None:
+    stack = nn.Parameter(torch.randn(8, 16, 64))
+    with pytest.raises(ConfigurationError, match="EightBit updates an expert differently beside other experts"):
+        require_updates_by_expert([EightBit([stack])], [stack])
 
 
 def test_in_half_precision_another_cure_is_named() -> None:

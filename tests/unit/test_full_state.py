@@ -18,7 +18,7 @@ from moe_lightning.checkpoint.full_state import (
 )
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Part
 from moe_lightning.state.table import State
@@ -151,6 +151,15 @@ def test_optimizer_states_survive_the_way_through_a_full_one(kind: Any, options:
                 expected = value[experts] if index == 0 and isinstance(value, Tensor) and value.ndim else value
                 found = fresh.state[parameter][name]
                 assert torch.equal(found, expected) if isinstance(value, Tensor) else found == value, f"{index}/{name}"
+
+
+def test_optimizer_states_without_a_row_for_each_expert_are_refused() -> None:
+    parameters = [nn.Parameter(torch.randn(len(TABLE.experts_on(0)), 2, 3))]
+    optimizer = trained(torch.optim.AdamW, parameters)
+    optimizer.state[parameters[0]]["absmax1"] = torch.ones(5)
+    state = state_of(optimizer, parameters, rows_on(0))
+    with pytest.raises(ConfigurationError, match=r"'absmax1' of 0 has shape \[5\], which cannot be cut by expert"):
+        full_optimizer_state(state, 0, World.offline(0, 3, torch.device("cpu")))
 
 
 def test_other_parameter_groups_are_refused() -> None:
