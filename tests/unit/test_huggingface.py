@@ -857,6 +857,20 @@ def test_an_export_promises_no_layers_for_multi_token_prediction(
         assert "multi-token" not in capsys.readouterr().err
 
 
+def test_adapters_trained_with_another_alpha_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("olmoe", tmp_path / "theirs")
+
+    def module(alpha: float) -> Any:
+        return load(tmp_path / "theirs", adapter={"rank": 2, "alpha": alpha, "targets": ["experts"]})
+
+    trainer = fit(module(32.0), 1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loader = torch.utils.data.DataLoader(RandomTokens(24), batch_size=8)
+    trainer.validate(module(32.0), loader, ckpt_path=tmp_path / "run.ckpt", verbose=False)
+    with pytest.raises(CheckpointError, match=r"trained with alpha=32 at rank=2, and alpha=64 at rank=2"):
+        trainer.validate(module(64.0), loader, ckpt_path=tmp_path / "run.ckpt", verbose=False)
+
+
 def test_an_override_of_rotary_embeddings_counts_before_their_older_name(tmp_path: Path) -> None:
     make_checkpoint("olmoe", tmp_path)
     edited(tmp_path, rope_theta=5.0, rope_scaling={"rope_type": "linear", "factor": 2.0})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from moe_lightning.config import PositiveInt, build_config, option, options_of, validated
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
 from moe_lightning.hub import (
     TOKENIZER,
@@ -284,6 +284,21 @@ class HuggingFaceModule(SupervisedModule):
                 f"data.tokenizer={given} does not give {word!r} the token that the tokenizer of the model gives it: "
                 f"use data.tokenizer={own}, or remove that file to train on new tokens"
             )
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """
+        Raises:
+            CheckpointError: its adapters were trained with another factor.
+        """
+        saved = ((checkpoint.get("hyper_parameters") or {}).get("config") or {}).get("adapter")
+        own = self.config.adapter
+        if saved is None or own is None or AdapterConfig(**saved).scale == own.scale:
+            return
+        raise CheckpointError(
+            f"the adapters were trained with alpha={saved['alpha']:g} at rank={saved['rank']}, and alpha={own.alpha:g} "
+            f"at rank={own.rank} multiplies them by another number: use the alpha and rank that they were trained with"
+        )
 
     def tensor_parallel_plan(self) -> Plan:
         """Return the plan by which several ranks compute the model's layers together.
