@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "text_table": set[str](),
     "errors": set[str](),
     "config": set[str](),
+    "cores": set[str](),
     "registry": set[str](),
     "user_errors": set[str](),
     "files": set[str](),
@@ -48,7 +49,7 @@ MAY_IMPORT["doctor"] = {*MAY_IMPORT["strategies"], "strategies"}
 MAY_IMPORT["callbacks"] = {*MAY_IMPORT}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "__version__"}
 MAY_IMPORT |= {"conf": set(), "__init__": set(MAY_IMPORT)}
-SHARED = {"arrays", "errors", "config", "registry", "user_errors", "files", "hub"}
+SHARED = {"arrays", "cores", "errors", "config", "registry", "user_errors", "files", "hub"}
 MAY_COMMUNICATE = {"parallel", "dispatch", "elastic", "strategies", "compat"}
 WITHOUT_LIGHTNING = {"kernels", "state", "parallel", "dispatch", "balancing", "moe", "checkpoint", *SHARED}
 PLANNING = (

@@ -40,6 +40,7 @@ from tests.forks import PATIENCE_S, fork
 NOT_ON_THE_WAY = {
     "moe_lightning/checkpoint/names.py": "reads names of directories",
     "moe_lightning/config.py": "checks arguments of constructors",
+    "moe_lightning/cores.py": "counts the cores that a process may use",
     "moe_lightning/errors.py": "exception classes",
     "moe_lightning/files.py": "opens and replaces small files",
     "moe_lightning/registry.py": "finds a part by its name",

@@ -6,7 +6,6 @@ this machine, or from `--cluster NODESxGPUSxNAME`, whose numbers are the presets
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 import time
@@ -25,6 +24,7 @@ from moe_lightning.cli.composition import CONFIG_NAME, check_config, choices, co
 from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
 from moe_lightning.cli.simulation import HEAD, recipe_file, recommended_settings
 from moe_lightning.config import shown
+from moe_lightning.cores import usable_cores
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import cheapest_interval
 from moe_lightning.simulate.failures import Failures
@@ -167,7 +167,7 @@ def _this_machine(config: Mapping[str, Any]) -> Machine:
         hardware = preset(name, ranks_per_node=ranks, memory_bytes=float(described.total_memory))
         words = f"this machine, {ranks} {described.name}"
         return Machine(hardware=hardware, num_nodes=1, words=words, source=f"preset {name}", on_cpu=False, is_here=True)
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = max(1, usable_cores() // ranks)
     words = f"this machine, {ranks} rank{'s' * (ranks > 1)} of {threads} CPU thread{'s' * (threads > 1)}"
     hardware = measured_cpu(ranks, threads)
     rate = f"products measured at {hardware.flops_per_s / 1e9:.0f} GFLOP/s a rank, the rest assumed"

@@ -8,7 +8,6 @@ SOURCE is what data.source takes: a file, a folder or a glob of text, JSONL or P
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from annotated_types import Interval
 from moe_lightning import user_errors
 from moe_lightning.arguments import Parser, output_folder, value
 from moe_lightning.config import NonNegativeInt
+from moe_lightning.cores import usable_cores
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local
 
@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=output_folder, required=True, metavar="DIR", help="the folder to make")
     made.add_argument(
-        "--workers", type=value(_Workers), default=len(os.sched_getaffinity(0)), metavar="N",
-        help="processes; the tokens do not depend on their number (default: the cores of this machine)",
+        "--workers", type=value(_Workers), default=usable_cores(), metavar="N",
+        help="processes; the tokens do not depend on their number (default: the cores that this process may use)",
     )  # fmt: skip
     made.add_argument(
         "--text-field", default="text", metavar="NAME", help="key or column of the text (default: %(default)s)"

@@ -8,6 +8,7 @@ import re
 from importlib import metadata
 
 from moe_lightning import __version__
+from moe_lightning.cores import usable_cores
 
 _VARIABLES = re.compile(r"(CUDA|GLOO|HYDRA|MOE|NCCL|OMP|PYTORCH|SLURM|TORCH|TRITON|WANDB)_")
 _PRIVATE = re.compile(
@@ -36,7 +37,7 @@ def environment_report() -> str:
         [
             f"moe-lightning {__version__}",
             f"Python {platform.python_version()} on {platform.platform()}",
-            f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {memory_gib:.0f} GiB of memory",
+            f"{usable_cores()} of {os.cpu_count()} cores, {memory_gib:.0f} GiB of memory",
             f"GPUs: {', '.join(devices) or 'none'}{f'; CUDA {cuda}, NCCL {torch.cuda.nccl.version()}' if cuda else ''}",  # type: ignore[no-untyped-call]
             f"variables: {' '.join(variables) or 'none'}",
             f"packages: {', '.join(f'{name} {version}' for name, version in found.items() if version)}",

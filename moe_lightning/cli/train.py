@@ -57,6 +57,7 @@ from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
+from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
@@ -300,7 +301,7 @@ def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
         return [int(index) for index in wanted]
     if not on_gpus:
         check_processes(wanted)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         if wanted > _RANKS_OF_A_CORE * cores:
             print(
                 f"moe-train: ranks={wanted} share {cores} cores, so a step takes {wanted / cores:.0f} times as long: "

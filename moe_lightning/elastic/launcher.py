@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from typing_extensions import override
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
+from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.etcd import EtcdAccess
 from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
@@ -255,7 +256,7 @@ def rank_environment(rank: int, *, local: int, world: int, interface: str | None
         local, world: ranks of this machine, and of all.
         interface: for connections between ranks; the loopback interface unless there are other machines.
     """
-    threads = max(1, (os.cpu_count() or 1) // local)
+    threads = max(1, usable_cores() // local)
     network = {"GLOO_SOCKET_IFNAME": interface} if interface else loopback_variables()
     defaults = {"OMP_NUM_THREADS": str(threads), **network}
     return {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_lightning.cores import usable_cores
 from moe_lightning.elastic import launcher as processes
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed, WorkerLogs
 from moe_lightning.elastic.worker import RankFailure
@@ -44,7 +45,7 @@ def test_environment_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {e["WORLD_SIZE"] for e in seen} == {"3"}
     assert {e["NODE_RANK"] for e in seen} == {"0"}
     assert len({e["MOE_LIGHTNING_STORE"] for e in seen}) == 1
-    assert {e["OMP_NUM_THREADS"] for e in seen} == {str(max(1, (os.cpu_count() or 1) // 3))}
+    assert {e["OMP_NUM_THREADS"] for e in seen} == {str(max(1, usable_cores() // 3))}
     assert seen[0]["GLOO_SOCKET_IFNAME"].startswith("lo")
 
 

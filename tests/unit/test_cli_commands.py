@@ -109,7 +109,7 @@ def test_ctrl_c_during_imports_is_quiet(tmp_path: Path) -> None:
 
 def test_many_ranks_on_few_cores_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(train, "_visible_gpus", lambda: 0)
-    monkeypatch.setattr(train.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(train, "usable_cores", lambda: 2)
     for ranks, words in ((8, ""), (64, "moe-train: ranks=64 share 2 cores, so a step takes 32 times as long")):
         with_ranks({"trainer": {"accelerator": "cpu", "devices": ranks}}, external=False)
         err = capsys.readouterr().err
