@@ -480,10 +480,10 @@ class ElasticLauncher:
                 nobody trains here, no network interface leads there, or this machine is refused for its health.
         """
         append_to_outputs()
-        with restored_signal_handlers(), self._open_rendezvous() as (task, link):
+        with restored_signal_handlers(), self._open_rendezvous() as (task, link, etcd):
             workers = _Workers(self, task, link, ("-m", self.module, *arguments))
             try:
-                workers.run()
+                has_finished = workers.run()
             except RanksFailed:
                 workers.end(self.grace_s)
                 raise
@@ -496,10 +496,12 @@ class ElasticLauncher:
             finally:
                 ignore_signals()
                 workers.end(0.0)
+            if has_finished and etcd is not None:
+                etcd.record_end()
 
     @contextmanager
-    def _open_rendezvous(self) -> Iterator[tuple[ElasticTask, LauncherClient]]:
-        """Yield the task common to all workers, and this launcher's own client."""
+    def _open_rendezvous(self) -> Iterator[tuple[ElasticTask, LauncherClient, EtcdRendezvous | None]]:
+        """Yield the task common to all workers, this launcher's own client, and its side of etcd."""
         with ExitStack() as stack:
             etcd: EtcdRendezvous | None = None
             node = socket.gethostname()
@@ -541,9 +543,7 @@ class ElasticLauncher:
             )
             if health is not None and self.rdzv_endpoint is not None:
                 self._ask_to_join(client, health)
-            yield task, client
-            if etcd is not None:
-                etcd.record_end()
+            yield task, client, etcd
 
     def _ask_to_join(self, client: LauncherClient, health: NodeHealth) -> None:
         """Let the rendezvous host compare this machine with the others, and leave its row for `moe-train --health`.
@@ -684,8 +684,12 @@ class _Workers:
         self._ends: dict[int, bool] = {}  # code of workers that ended in order -> it was a member's of the last world
         self._world: frozenset[str] | None = None  # tokens of this machine's workers in the last world
 
-    def run(self) -> None:
-        """Run until all that live have ended well."""
+    def run(self) -> bool:
+        """Run until all that live have ended well.
+
+        Returns:
+            True if one of them was in the last world, which has finished; False if all came too late for a training.
+        """
         for slot in self._starts:
             self._start(slot)
         self._print_processes(self._starts)
@@ -705,6 +709,7 @@ class _Workers:
         has_left = EXIT_PREEMPTED in self._ends and not self._ends.get(0)
         if has_left or EXIT_STOPPED in self._ends:  # whatever one says that came too late
             raise Interrupted(signal.SIGTERM)  # all left on notice, or stopped on a signal to another machine
+        return self._ends.get(0, False)
 
     @property
     def _is_over(self) -> bool:

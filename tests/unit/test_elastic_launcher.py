@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -61,6 +62,7 @@ class Machine:
         script: of the next worker; a function of its slot and its number of starts.
         started: logs of the workers, in order.
         address: of the host.
+        recorded: calls that record the end of the run in etcd.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +70,13 @@ class Machine:
         self.script: Callable[[int, int], str] = lambda slot, starts: "exit 0"
         self.started: list[WorkerLogs] = []
         self.address = "127.0.0.1:1"
+        self.recorded: list[None] = []
         monkeypatch.setattr(launcher, "start", self._start)
 
         @contextmanager
-        def rendezvous(of: ElasticLauncher) -> Iterator[tuple[ElasticTask, Any]]:
-            yield ElasticTask(address=self.address, secret_file="secret", node=of.node or "a"), self.link
+        def rendezvous(of: ElasticLauncher) -> Iterator[tuple[ElasticTask, Any, Any]]:
+            etcd = SimpleNamespace(record_end=lambda: self.recorded.append(None))
+            yield ElasticTask(address=self.address, secret_file="secret", node=of.node or "a"), self.link, etcd
 
         monkeypatch.setattr(ElasticLauncher, "_open_rendezvous", rendezvous)
 
@@ -288,6 +292,17 @@ def test_a_worker_that_comes_too_late_for_one_training_does_not_end_restarts_in_
     machine.script = lambda slot, starts: READ if slot else f"{READ}; sleep 0.4; exit {2 - starts}"
     machine.run()
     assert len(machine.started) == 3
+
+
+@pytest.mark.parametrize(("members", "calls"), [((), 0), (("1",), 1)], ids=["all too late", "a member"])
+def test_only_a_machine_with_a_member_records_the_end_in_etcd(
+    machine: Machine, members: tuple[str, ...], calls: int
+) -> None:
+    """Workers that came too late for one training of a script end well, while the others begin the next."""
+    machine.link.messages = [formed("elsewhere", *members)]
+    machine.script = lambda slot, starts: READ
+    machine.run()
+    assert len(machine.recorded) == calls
 
 
 @pytest.mark.parametrize(("variable", "code"), [("{}", 77), (None, 130)])
