@@ -82,6 +82,7 @@ VOLUME = things(
 POD = things(
     "containers restartPolicy",
     restartPolicy=one_of("Never", "OnFailure"),  # of Jobs
+    shareProcessNamespace=FLAG,
     terminationGracePeriodSeconds=COUNT,
     nodeSelector={"type": "object", "additionalProperties": TEXT},
     securityContext=things(runAsNonRoot=FLAG, runAsUser=COUNT, runAsGroup=COUNT, fsGroup=COUNT),
@@ -202,7 +203,7 @@ def test_pods_meet_in_etcd(jobs: dict[str, Any], tmp_path: Path) -> None:
     assert volume["secret"]["secretName"] == secret["name"]
     text = (ROOT / "docs" / "jobset-etcd.yaml").read_text()
     assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in text
-    for key in ("restartPolicy", "securityContext", "terminationGracePeriodSeconds"):
+    for key in ("restartPolicy", "shareProcessNamespace", "securityContext", "terminationGracePeriodSeconds"):
         assert pod[key] == with_host[key]
     assert set(node) - {"env"} == set(with_host["containers"][0])
     assert f"ranks={node['resources']['limits']['nvidia.com/gpu']}" in node["args"]
@@ -305,6 +306,7 @@ def test_the_image_has_the_commands_and_the_user_of_the_pods(jobs: dict[str, Any
     for job in jobs.values():
         pod = job["template"]["spec"]
         assert str(pod["securityContext"]["runAsUser"]) == instructions["USER"]
+        assert pod["shareProcessNamespace"], "moe-train reaps its own workers only"
         assert pod["containers"][0]["command"][0] in {"python", *project["scripts"]}
     assert json.loads(instructions["CMD"])[0] in project["scripts"]
 
