@@ -26,6 +26,7 @@ from tests.gpu.fake_layer import told
 from tests.gpu.triton_modules import launching_modules
 
 STEPS, SAVED = 4, 2
+CHECKED = 2  # the only step below STEPS in which ranks check the state
 
 
 class FakeAccelerator(Accelerator):
@@ -129,7 +130,7 @@ def fit(
     """Its losses, on the fake device unless on another accelerator."""
     recorder = Recorder()
     trainer = make_trainer(
-        rank, ranks, strategy, callbacks=[*callbacks, recorder],
+        rank, ranks, {"check_state_every": CHECKED, **strategy}, callbacks=[*callbacks, recorder],
         accelerator=accelerator or FakeAccelerator(), gradient_clip_val=1.0, max_steps=steps, limit_val_batches=0,
         enable_checkpointing=any(isinstance(callback, PartialExpertsCheckpoint) for callback in callbacks),
     )  # fmt: skip
