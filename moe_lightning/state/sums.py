@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -73,14 +74,15 @@ class Sums:
         world: the ranks.
 
     Attributes:
-        units: as given.
+        units: as given, those on one device together.
         values: int64 [units], on the device of the world.
     """
 
     def __init__(self, units: Sequence[StateUnit], world: World) -> None:
-        self.units = units
-        sums = [unit.sum for unit in units] or [torch.zeros((), dtype=torch.int64)]
-        self.values = torch.stack([value.to(world.device) for value in sums])[: len(units)]
+        self.units = sorted(units, key=_device)
+        stacks = [torch.stack([unit.sum for unit in group]) for _, group in groupby(self.units, _device)]
+        none = torch.empty(0, dtype=torch.int64, device=world.device)
+        self.values = torch.cat([none, *(stack.to(world.device) for stack in stacks)])  # one upload for the host's
 
     def changed(self, before: Sums) -> Tensor:
         """bool [units]: True for those whose bits are others than before although nothing has written them."""
@@ -264,6 +266,10 @@ def _sum_of_rows(tensor: Tensor) -> Tensor:
             rows = rows.clone()
         return rows.view(torch.int64).sum(dim=1)
     return rows.view(BITS[rows.element_size()]).sum(dim=1, dtype=torch.int64)
+
+
+def _device(unit: StateUnit) -> str:
+    return str(unit.sum.device)
 
 
 def _writes(tensor: Tensor) -> tuple[int, int]:
