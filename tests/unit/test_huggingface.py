@@ -40,6 +40,7 @@ from tests.documented import ROOT
 from tests.huggingface_models import (
     SIZES,
     SPARSE,
+    VOCABULARY,
     WITH_IMAGES,
     export,
     files_equal,
@@ -891,6 +892,44 @@ def test_tensors_without_use_are_named(tmp_path: Path) -> None:
     save_file({**tensors, "model.extra": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"1 tensors that the model has no use for, such as 'model.extra'"):
         load(tmp_path)
+
+
+def write_head(folder: Path, change: float) -> None:
+    """Add a head, the embedding plus a number, to the weights of a checkpoint that ties both."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change * torch.arange(VOCABULARY)[:, None]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.filterwarnings("error::UserWarning:moe_lightning")
+def test_a_head_that_equals_the_embedding_stays_tied(tmp_path: Path) -> None:
+    make_checkpoint("mixtral_tied", tmp_path)
+    write_head(tmp_path, 0.0)
+    model = load(tmp_path).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("adapter", [None, {"kind": "lora", "rank": 2}])
+def test_a_head_that_differs_from_the_embedding_is_trained_beside_it(
+    adapter: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """As merged adapters leave it, whose config.json still ties both: also resumed, generating and exported."""
+    make_checkpoint("mixtral_tied", tmp_path / "theirs")
+    write_head(tmp_path / "theirs", 0.01)
+    inputs = inputs_for("mixtral_tied")
+    expected = logits_of(reloaded(tmp_path / "theirs"), inputs)
+    with pytest.warns(UserWarning, match=r"'lm_head.weight' of .* differs from 'model.embed_tokens.weight'"):
+        module = load(tmp_path / "theirs", adapter=adapter)
+    assert_same_logits(module, expected, inputs)
+    checkpoint = tmp_path / "ours.ckpt"
+    export(fit(module), tmp_path / "ours")
+    assert_same_logits(module.eval(), logits_of(reloaded(tmp_path / "ours"), inputs), inputs)
+    generating = open_language_model(str(checkpoint), tokenizer="bytes", device="cpu").network
+    assert_same_logits(module, logits_of(generating, inputs), inputs)
+    resumed = load(tmp_path / "theirs", adapter=adapter)
+    loader = torch.utils.data.DataLoader(RandomTokens(24), batch_size=8)
+    quiet_trainer(max_steps=3).fit(resumed, loader, ckpt_path=checkpoint)  # has nothing left to do
+    assert_same_logits(resumed.eval(), logits_of(generating, inputs), inputs)
 
 
 def test_an_export_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

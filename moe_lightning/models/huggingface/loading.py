@@ -174,6 +174,9 @@ def build_skeleton(architecture: Architecture, adapter: AdapterConfig | None = N
 def load_model(architecture: Architecture, weights: WeightsFolder, adapter: AdapterConfig | None = None) -> Any:
     """The model with its weights: dense ones here, experts when they are placed, or at once where nobody will.
 
+    Where the folder's head differs from the embedding that its config.json ties it to, both are loaded, as transformers
+    does, and `architecture.config` becomes that of an untied model.
+
     Args:
         adapter: trained instead of the weights.
 
@@ -183,6 +186,8 @@ def load_model(architecture: Architecture, weights: WeightsFolder, adapter: Adap
     model = build_skeleton(architecture, adapter)
     weights.optional_prefix = f"{model.base_model_prefix}."
     weights.on_disk = architecture.on_disk
+    if getattr(architecture.config, "tie_word_embeddings", False) and _untie(model, architecture, weights):
+        model = build_skeleton(architecture, adapter)
     _materialise(model)
     for layer in architecture.layers.values():
         layer.router.reset_parameters()
@@ -250,6 +255,25 @@ def dense_tensors(model: nn.Module, architecture: Architecture) -> Iterator[tupl
         if not name.startswith(experts):
             names.setdefault(tensor, []).append(name)
     yield from names.items()
+
+
+def _untie(model: nn.Module, architecture: Architecture, weights: WeightsFolder) -> bool:
+    """Untie a configuration whose tied tensors differ on disk; True if they do."""
+    for _, names in dense_tensors(model, architecture):
+        sources = [name for name in map(architecture.source_name, names) if name is not None and weights.parts(name)]
+        if len(sources) < 2:
+            continue
+        first = weights.read(sources[0])
+        for other in sources[1:]:
+            if not torch.equal(first, weights.read(other).to(first.dtype)):
+                rank_zero_warn(
+                    f"{other!r} of {weights.path} differs from {sources[0]!r}, to which its config.json ties it: the "
+                    "model is trained and exported with both; set +model.overrides.tie_word_embeddings=false to leave "
+                    "this warning out"
+                )
+                architecture.config.tie_word_embeddings = False
+                return True
+    return False
 
 
 @torch.no_grad()

@@ -231,7 +231,7 @@ class HuggingFaceModule(SupervisedModule):
             {
                 "config": asdict(self.config),
                 "optimizer": asdict(self.optimizer_config),
-                "huggingface": json.loads(self.architecture.config.to_json_string(use_diff=False)),
+                "huggingface": _plain(self.architecture.config),
                 "origin": origin(self.config.pretrained),
             }
         )
@@ -241,6 +241,7 @@ class HuggingFaceModule(SupervisedModule):
         if hasattr(self, "model"):
             return
         self.model = load_model(self.architecture, self.config.weights(), self.config.adapter)
+        self.hparams["huggingface"] = _plain(self.architecture.config)  # which the weights may have untied
         self.model.train()
         if self.config.gradient_checkpointing:
             recompute_activations(self.model)
@@ -325,6 +326,12 @@ class HuggingFaceModule(SupervisedModule):
                 options |= document_options(self.model, positions, begins)
         logits: Tensor = self.model(**{self.model.main_input_name: inputs}, **options).logits
         return logits
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A transformers configuration with all its values, as plain ones."""
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return values
 
 
 def _attention_width(config: Any) -> int | None:
