@@ -96,12 +96,32 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
     def eot_token_id(self) -> int:
         """Token before a text that has nothing before it: that of a beginning or an end, or else that of a new line."""
         begin = None if self._model.is_ours else self._model.network.config.get_text_config().bos_token_id
-        return int(begin if begin is not None else min(self._model.ends, default=self.tok_encode("\n")[0]))
+        return int(begin if begin is not None else min(self._model.ends, default=self._bare("\n")[0]))
+
+    @cached_property
+    def _beginning(self) -> str:
+        return self._model.decode([self.prefix_token_id])
+
+    def _bare(self, text: str) -> list[int]:
+        """Tokens of a text that does not begin here."""
+        ids: list[int] = self._tokenizer.encode(text)[0].tolist()
+        return ids
 
     @override
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(string)[0].tolist()
-        return ids
+        if add_special_tokens is False or string.startswith(self._beginning):
+            return self._bare(string)
+        return self._model.begin(string)
+
+    @override
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a question and of an answer; where one token has the end of the question and the whole answer, the
+        answer's tokens are those that it has by itself.
+        """
+        if not continuation:
+            raise ConfigurationError("--tasks: an answer is empty, which has no likelihood: give it a text in the task")
+        before, after = super()._encode_pair(context, continuation)
+        return before, after or self._bare(continuation)
 
     @property
     def tokenizer_name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 import yaml
 
 from moe_lightning.cli.evaluate import main
+from moe_lightning.errors import ConfigurationError
 from tests.huggingface_models import make_checkpoint
 from tests.parameters import slow
 from tests.unit.test_generate import TEMPLATE, Answers, gpt, trained_run, write_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[lm-eval]'")
+from moe_lightning.cli.benchmark_tasks import _Harnessed
 
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {
@@ -71,16 +74,22 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_dialogue", [False, True])
+@pytest.mark.parametrize(("as_dialogue", "begins"), [(False, False), (True, False), (False, True)])
 def test_a_folder_has_the_results_of_the_adapter_for_transformers(
-    as_dialogue: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    as_dialogue: bool, begins: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
 
     folder = tmp_path / "model"
     make_checkpoint("olmoe", folder, vocab_size=300, max_position_embeddings=128, eos_token_id=256, bos_token_id=256)
     write_tokenizer(folder, chat_template=TEMPLATE)
+    if begins:  # every text with a token
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.post_processor = TemplateProcessing(single="<e> $A", special_tokens=[("<e>", 256)])
+        tokenizer.save(str(folder / "tokenizer.json"))
     theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=2, max_length=128)
     options = {"tasks": tasks.split(","), "log_samples": False, "apply_chat_template": as_dialogue}
     expected = numbers(simple_evaluate(model=theirs, **options)["results"])
@@ -93,6 +102,23 @@ def test_a_folder_has_the_results_of_the_adapter_for_transformers(
     assert lines[0] == f"{folder} on tasks of lm-eval"
     assert lines[1].split() == ["task", "metric", "value", "standard", "error"]
     assert {line.split()[0] for line in lines[2:]} == set(TASKS)
+
+
+def test_an_answer_inside_the_last_token_of_its_question_has_its_own_tokens() -> None:
+    """It would have no tokens, and with them the likelihood 1."""
+    words = {"2 =": [2, 3], "2 =1": [2, 9], "1": [1], "\n": [4]}
+
+    def encode(text: str) -> tuple[torch.Tensor, None]:
+        return torch.tensor(words[text]), None
+
+    model = SimpleNamespace(
+        is_ours=True, ends=frozenset(), decode=lambda _: "\n", begin=lambda text: words[text],
+        tokenizer=lambda: SimpleNamespace(encode=encode),
+    )  # fmt: skip
+    asked = _Harnessed(model, 1, None)
+    assert asked._encode_pair("2 =", "1") == ([2, 3], [1])
+    with pytest.raises(ConfigurationError, match="--tasks: an answer is empty"):
+        asked._encode_pair("2 =", "")
 
 
 def test_a_run_of_a_gpt(tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
