@@ -160,7 +160,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         project, name, save_dir: as in WandbLogger.
         log_model: checkpoints as artifacts, partial ones too, uploaded beside training: true for the last one when
             training ends, "all" as they are written (of several that wait for their upload, the newest). `best` is the
-            first after the lowest validation loss. Offline `wandb sync` uploads them.
+            first after the lowest validation loss. Offline `wandb sync` uploads them, from copies in save_dir/wandb or
+            WANDB_DATA_DIR.
         offline: true or false; None: offline unless WANDB_MODE is set or an API key is known.
         group: runs that W&B shows together; None: WANDB_RUN_GROUP, which a multirun of moe-train sets.
         tags: to find the run by.
@@ -182,6 +183,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         if offline is None:
             offline = "WANDB_MODE" not in os.environ and not has_wandb_login()
         os.environ.setdefault("WANDB_SILENT", "true")
+        if log_model:  # copies for a later upload, by default in the home folder
+            os.environ.setdefault("WANDB_DATA_DIR", str(Path(save_dir).absolute() / "wandb"))
         options |= {"group": group} if group is not None else {}
         options |= {"tags": list(tags)} if tags else {}
         super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, **options)

@@ -65,6 +65,20 @@ def test_an_artifact_says_which_step_it_is(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"], "no links are left"
 
 
+def test_copies_for_a_later_upload_are_in_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the home folder, which a container loses."""
+    monkeypatch.delenv("WANDB_DATA_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    log_after(monkeypatch, tmp_path, Run(), {1: None})
+    copies = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"state 1"]
+    assert {path.parent for path in copies} == {
+        tmp_path / "run" / "checkpoints",
+        tmp_path / "wandb" / "artifacts" / "staging",
+    }
+
+
 def test_a_slow_upload_holds_nobody_up_and_the_newest_waits(tmp_path: Path) -> None:
     run = Run()
     run.may_log.clear()
