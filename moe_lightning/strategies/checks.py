@@ -244,10 +244,10 @@ def _require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
             for block in kinds.values():
                 alone, *beside = _tried(optimizer, group, block) or [torch.zeros(1)]
                 if not all(torch.allclose(alone, other, rtol=1e-3, atol=0) for other in beside):
-                    raise _needs_whole(type(optimizer).__name__, cut)
+                    raise _needs_whole(type(optimizer).__name__, cut, _cure(block, "AdamW"))
 
 
-def _needs_whole(name: str, cut: Sequence[nn.Parameter]) -> ConfigurationError:
+def _needs_whole(name: str, cut: Sequence[nn.Parameter], cure: str) -> ConfigurationError:
     """Name what shards the parameters: rows over a shard group, or parts over the ranks of mesh.tp."""
     cutters, cures = [], []
     if any(isinstance(parameter, DTensor) for parameter in cut):
@@ -258,7 +258,7 @@ def _needs_whole(name: str, cut: Sequence[nn.Parameter]) -> ConfigurationError:
         cures.append("mesh.tp=1")
     return ConfigurationError(
         f"{name} updates the rows of a parameter by what is in other rows, and {', and '.join(cutters)} those on other "
-        f"ranks: use AdamW or another elementwise optimizer, or {' and '.join(cures)}"
+        f"ranks: {cure}, or {' and '.join(cures)}"
     )
 
 
@@ -268,10 +268,21 @@ def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
         raise _mixes(name, "drop fused=True")  # whether a small trial shows it is a matter of luck
     alone, *beside = _tried(optimizer, group, parameter) or [torch.zeros(1)]
     if not all(torch.equal(alone, other) for other in beside):
-        cure = "drop fused=True" if group.get("fused") else "use AdamW, Adam, SGD or another elementwise optimizer"
-        if parameter.dtype != torch.float32:  # torch rounds the end of a vector otherwise than its rest
-            cure = f"use AdamW, or a precision with float32 parameters instead of {str(parameter.dtype)[6:]}"
-        raise _mixes(name, cure)
+        is_fused = group.get("fused") and parameter.dtype == torch.float32
+        raise _mixes(name, "drop fused=True" if is_fused else _cure(parameter, "AdamW, Adam, SGD"))
+
+
+def _cure(parameter: nn.Parameter, optimizers: str) -> str:
+    """Return what helps against an optimizer that mixes the rows of a parameter.
+
+    Below float32, torch rounds the end of a vector otherwise than its rest, and AdamW may fail as well.
+    """
+    if parameter.dtype == torch.float32:
+        return f"use {optimizers} or another elementwise optimizer"
+    adamw = torch.optim.AdamW([parameter])
+    alone, *beside = _tried(adamw, adamw.param_groups[0], parameter) or [torch.zeros(1)]
+    other = "AdamW, or " if all(torch.equal(alone, row) for row in beside) else ""
+    return f"use {other}a precision with float32 parameters instead of {str(parameter.dtype)[6:]}"
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:

@@ -140,6 +140,15 @@ def test_in_half_precision_another_cure_is_named() -> None:
         require_updates_by_expert([torch.optim.Adafactor(parameters)], parameters)
 
 
+def test_an_optimizer_is_no_cure_where_it_fails_itself() -> None:
+    parameters = [nn.Parameter(p.detach().half()) for p in stacks()]
+    for kind in (torch.optim.AdamW, torch.optim.Adafactor):
+        with pytest.raises(
+            ConfigurationError, match="ranks: use a precision with float32 parameters instead of float16"
+        ):
+            require_updates_by_expert([kind(parameters)], parameters)
+
+
 @pytest.mark.parametrize(("width", "is_refused"), [(7, True), (78, True), (16, False), (64, False)])
 def test_fused_updates_are_refused_where_rows_end_within_a_vector(width: int, is_refused: bool) -> None:
     parameters = [nn.Parameter(torch.randn(2, 3, width))]
