@@ -175,7 +175,8 @@ def uniform_placement(num_experts: int, num_ranks: int, replicas: int = 1) -> Pl
         )
     if not 1 <= replicas <= num_ranks:
         raise ConfigurationError(
-            f"replicas={replicas} of each expert need between 1 and {num_ranks} (the number of ranks)"
+            f"replicas={replicas} of each expert need between 1 and {num_ranks} (the number of ranks): "
+            f"{'lower replicas, or start more ranks' if replicas > num_ranks else 'raise replicas'}"
         )
     experts, ranks = [], []
     for first, last in itertools.pairwise(cut(num_ranks, replicas)):

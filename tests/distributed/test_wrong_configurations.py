@@ -68,7 +68,9 @@ def file(name: str, content: bytes) -> str:
 Case = dict[str, Any]
 CASES: dict[str, Callable[[], Case]] = {
     "ep_size=3 does not divide the 2 ranks: use one of [1, 2]": lambda: {"strategy": {"ep_size": 3}},
-    "replicas=3 of each expert need between 1 and 2": lambda: {"strategy": {"replicas": 3}},
+    "need between 1 and 2 (the number of ranks): lower replicas, or start more ranks": lambda: {
+        "strategy": {"replicas": 3}
+    },
     "placement has shape [1, 4, 2], but this run needs [1, 6, 2]": lambda: {"strategy": {"placement": [[1, 1]] * 4}},
     "no rank holds expert 5": lambda: {"strategy": {"placement": [[1, 0]] * 5 + [[0, 0]]}},
     "ranks [1] holds no replica of expert 0": lambda: {"strategy": {"placement": [[1, 0]] * 6, "ep_size": 1}},

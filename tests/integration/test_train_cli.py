@@ -180,7 +180,8 @@ def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subproce
     result = _fork(trained[0], "run_name=wrong", "ranks=2", "strategy.replicas=5")
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
-        "moe-train: error: replicas=5 of each expert need between 1 and 2 (the number of ranks)"
+        "moe-train: error: replicas=5 of each expert need between 1 and 2 (the number of ranks): lower replicas, or "
+        "start more ranks"
     ]
 
 
