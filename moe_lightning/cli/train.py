@@ -751,9 +751,10 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     former = config_of(last.path)
     others = unused(changes(former, config)) if former else ""
     start = "" if config["resume"] is False else ", start over with resume=false"
+    asked = f" (trainer.max_steps={max_steps} asks for fewer)" if max_steps < last.step else ""
     return (
-        f"{directory} has finished its {last.step} steps{others}: give this run another run_name{start}, or measure it "
-        "with task=validate"
+        f"{directory} has finished its {last.step} steps{asked}{others}: give this run another run_name{start}, or "
+        "measure it with task=validate"
     )
 
 

@@ -320,6 +320,8 @@ def test_what_a_command_already_says_is_no_advice(
     assert "resuming after step 4 (" in state
     assert "has finished its 4 steps: give this run another run_name" in finished
     assert ["resume=false" in said for said in (state, finished)] == [resume, resume]
+    fewer = train._finished(run, {**config, "trainer": {"max_steps": 3}})
+    assert "has finished its 4 steps (trainer.max_steps=3 asks for fewer): give this run another" in fewer
 
 
 @pytest.mark.parametrize(("starts_over", "how"), [(False, ""), (True, " with resume=true")])
