@@ -31,7 +31,7 @@ def _steps(directory: RunDirectory, config: Mapping[str, Any]) -> Iterator[tuple
     place, newest = shlex.quote(str(directory)), directory.newest_checkpoint()
     max_steps, talk = config["trainer"].get("max_steps", -1), _talk(config.get("data") or {})
     if newest is not None and talk:
-        yield f"moe-generate {place} {talk}", "talk to the model"
+        yield f"moe-generate {place} {talk}", "talk to the model" if talk == "--chat" else "continue a text"
     if newest is not None and newest.step >= max_steps > 0:
         again = " resume=true" if config.get("resume") is False else ""
         yield f"the same command with trainer.max_steps={2 * newest.step}{again}", "train on"

@@ -65,6 +65,8 @@ def test_a_finished_run_leads_on(directory: RunDirectory) -> None:
 def test_a_language_model_is_talked_to(data: dict[str, Any], arguments: str | None, directory: RunDirectory) -> None:
     first = steps(directory, data=data)[0]
     assert first == (f"moe-generate 'outputs/my run'{arguments}" if arguments else ALWAYS)
+    purpose = next_steps(directory, CONFIG | {"data": data}).splitlines()[0].rpartition("# ")[2]
+    assert purpose == {None: "train on", " --chat": "talk to the model"}.get(arguments, "continue a text")
     (directory.path / "checkpoints/step-0000004.ckpt").unlink()
     assert not any("moe-generate" in step for step in steps(directory, data=data))
 
