@@ -779,7 +779,7 @@ class InstructionData(StepDataModule):
         self._val_fraction = val_fraction
         self._val_samples = val_samples
         self.packing = packing
-        self._packs = self._example = ""  # what is said of them
+        self._split = self._packs = self._example = ""  # what is said of them
 
     @property
     def source(self) -> Path:
@@ -828,7 +828,9 @@ class InstructionData(StepDataModule):
 
     def summary(self) -> str:
         """Lines about the file, and once it is set up, about its packs and one conversation."""
-        return "\n".join([f"{self._path}", *self._packs.splitlines(), *self.passes(0.0), *self._example.splitlines()])
+        return "\n".join(
+            [f"{self._path}{self._split}", *self._packs.splitlines(), *self.passes(0.0), *self._example.splitlines()]
+        )
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""
@@ -855,6 +857,7 @@ class InstructionData(StepDataModule):
             )
         order = np.random.default_rng(self.seed).permutation(len(spans))
         measured = min(held_out, self._val_samples or held_out)
+        self._split = f": {len(spans)} conversations, {len(spans) - held_out} for training and {held_out} held out"
         spread = np.arange(measured) * held_out // measured
         val, train = (
             Conversations(

@@ -246,6 +246,7 @@ def test_loaders_serve_whole_batches(tmp_path: Path) -> None:
     path = write(tmp_path / "some.jsonl", *[{"prompt": "p", "response": str(i)} for i in range(20)])
     made = data(path, context_length=32, global_batch_size=4, val_fraction=0.1, num_workers=1)
     batches = list(made.train_dataloader())
+    assert made.summary().splitlines()[0] == f"{path}: 20 conversations, 18 for training and 2 held out"
     assert [tuple(x.shape) for x, _, _ in batches] == [(4, 32)] * 4
     for held_out in (made.val_dataloader(), made.test_dataloader(), made.predict_dataloader()):
         assert sum(len(x) for x, _, _ in held_out) == 2
