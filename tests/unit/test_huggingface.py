@@ -152,6 +152,13 @@ def test_a_checkpoint_may_have_no_coefficient_of_balance(name: str, tmp_path: Pa
     assert {layer.router.config.aux_loss_coef for layer in load(tmp_path).architecture.layers.values()} == {0.0}
 
 
+def test_the_documented_model_is_made_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "huggingface.md").read_text()
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "save_pretrained" in code), {})
+    assert open_language_model("tiny").network.config.model_type == "qwen3_moe"
+
+
 def test_the_documentation_lists_every_family() -> None:
     rows = re.findall(r"^\| ([^|]+) \| `(\w+)` \| (\w+) \| (\w+) \|", PAGE, re.MULTILINE)
     assert [row[:2] for row in rows] == [(family.title, model_type) for model_type, family in FAMILIES.items()]
