@@ -226,48 +226,28 @@ def _weights(folder: Path, name: HubName, key: str) -> tuple[str, ...]:
 
 
 def _fetched(name: HubName, key: str, files: Iterable[str], required: Iterable[str]) -> Path:
-    """Return the snapshot in the cache that has the required ones of some files. It is downloaded if it is missing, and
-    completed where other programs have left a part of it; without a network that part is returned.
-    """
+    """Return the snapshot in the cache that has the required ones of some files; they are downloaded if it has not."""
     folder = _cached(name, files, required)
-    if folder is not None and _is_whole(name.repository, folder, files):
+    if folder is not None:
         return folder
     package = _package()
-    revision = name.revision if folder is None else folder.name  # the branch may be elsewhere by now
     try:
-        return Path(package.snapshot_download(name.repository, revision=revision, allow_patterns=[*files]))
+        return Path(package.snapshot_download(name.repository, revision=name.revision, allow_patterns=[*files]))
     except Exception as error:  # its HTTP client has its own, which differ between versions
-        if folder is not None:
-            return folder
         raise ConfigurationError(f"{key}={name} {_reason(name, key, error)}") from error
 
 
 def _cached(name: HubName, files: Iterable[str], required: Iterable[str]) -> Path | None:
     package = _package()
     try:
-        folder = _snapshot(name.repository, name.revision, files)
-    except package.errors.IncompleteSnapshotError as error:  # of which the required files may be there
-        folder = Path(error.snapshot_path)
+        folder = Path(
+            package.snapshot_download(
+                name.repository, revision=name.revision, allow_patterns=[*files], local_files_only=True
+            )
+        )
     except (package.errors.LocalEntryNotFoundError, package.errors.HFValidationError):
         return None
     return folder if all((folder / file).is_file() for file in required) else None
-
-
-def _is_whole(repository: str, folder: Path, files: Iterable[str]) -> bool:
-    """True if the cache has a listing of a snapshot, and all files of it that are asked for."""
-    package = _package()
-    try:
-        _snapshot(repository, folder.name, files)
-    except package.errors.LocalEntryNotFoundError:
-        return False
-    return (folder.parents[1] / "trees" / f"{folder.name}.json").is_file()
-
-
-def _snapshot(repository: str, revision: str | None, files: Iterable[str]) -> Path:
-    package = _package()
-    return Path(
-        package.snapshot_download(repository, revision=revision, allow_patterns=[*files], local_files_only=True)
-    )
 
 
 def _reason(name: HubName, key: str, error: Exception) -> str:

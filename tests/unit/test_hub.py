@@ -31,7 +31,7 @@ from moe_lightning.hub import (
 )
 from tests.commands import moe_train
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint
-from tests.unit.test_generate import TEMPLATE, write_tokenizer
+from tests.unit.test_generate import write_tokenizer
 
 hub = pytest.importorskip("huggingface_hub")
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
@@ -210,43 +210,6 @@ def test_a_revision_and_a_folder_of_the_same_name(served: Served) -> None:
     Path("org/tiny").mkdir(parents=True)
     assert weights_folder("org/tiny") == Path("org/tiny")
     assert served.requests == before
-
-
-def leave_in_cache(served: Served, *files: str) -> Path:
-    """Put files of org/tiny into the cache as a program does that asks for one after the other."""
-    home = Path(hub.constants.HF_HUB_CACHE) / "models--org--tiny"
-    snapshot = home / "snapshots" / COMMITS["main"]
-    for folder in (home / "refs", snapshot):
-        folder.mkdir(parents=True)
-    (home / "refs" / "main").write_text(COMMITS["main"])
-    for file in files:
-        (snapshot / file).write_bytes((served.folder / "org" / "tiny" / file).read_bytes())
-    return snapshot
-
-
-def test_what_other_programs_have_cached_is_completed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(served, "org/tiny")
-    (served.folder / "org" / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
-    snapshot = leave_in_cache(served, "config.json", "tokenizer.json", "tokenizer_config.json")
-    with monkeypatch.context() as patched:
-        patched.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-        assert tokenizer_file("org/tiny").parent == snapshot, "without a network it is as it is"
-    assert (weights_folder("org/tiny") / "model.safetensors.index.json").is_file()
-    assert (tokenizer_file("org/tiny").parent / "chat_template.jinja").is_file()
-    before = served.requests
-    tokenizer_file("org/tiny")
-    weights_folder("org/tiny")
-    assert served.requests == before, "its listing is cached"
-
-
-def test_a_part_with_a_listing_is_used_without_a_network(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(served, "org/tiny")
-    snapshot = model_folder("org/tiny")
-    (snapshot / "tokenizer_config.json").unlink()
-    with monkeypatch.context() as patched:
-        patched.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-        assert model_folder("org/tiny") == local_folder("org/tiny") == snapshot
-    assert (model_folder("org/tiny") / "tokenizer_config.json").is_file()
 
 
 def test_a_mistyped_path_of_a_tokenizer_is_not_asked_for(served: Served) -> None:
