@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlparse
 
 import numpy as np
@@ -53,6 +53,7 @@ run continues."""
 _BEST = "wandb_best"
 """The file of a run's folder that holds the lowest validation loss of the checkpoints that W&B has."""
 
+_COPIES = "WANDB_DATA_DIR"
 _MOST_BINS = 512
 
 
@@ -168,6 +169,9 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         options: passed to WandbLogger.
     """
 
+    _copies: ClassVar[str | None] = None
+    """The folder that the last logger of this process has set for copies."""
+
     def __init__(
         self,
         *,
@@ -183,8 +187,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         if offline is None:
             offline = "WANDB_MODE" not in os.environ and not has_wandb_login()
         os.environ.setdefault("WANDB_SILENT", "true")
-        if log_model:  # copies for a later upload, by default in the home folder
-            os.environ.setdefault("WANDB_DATA_DIR", str(Path(save_dir).absolute() / "wandb"))
+        if log_model and os.environ.get(_COPIES) in (None, QuietWandbLogger._copies):  # else the user has set it
+            QuietWandbLogger._copies = os.environ[_COPIES] = str(Path(save_dir).absolute() / "wandb")
         options |= {"group": group} if group is not None else {}
         options |= {"tags": list(tags)} if tags else {}
         super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, **options)

@@ -68,8 +68,9 @@ def test_an_artifact_says_which_step_it_is(tmp_path: Path) -> None:
 def test_copies_for_a_later_upload_are_in_the_folder_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in the home folder, which a container loses."""
+    """Not in the home folder, which a container loses, and not in that of an earlier run of this process."""
     monkeypatch.delenv("WANDB_DATA_DIR")
+    QuietWandbLogger(save_dir=str(tmp_path / "earlier"), offline=True, log_model="all")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     log_after(monkeypatch, tmp_path, Run(), {1: None})
     copies = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"state 1"]
