@@ -265,7 +265,8 @@ def _untie(model: nn.Module, architecture: Architecture, weights: WeightsFolder)
             continue
         first = weights.read(sources[0])
         for other in sources[1:]:
-            if not torch.equal(first, weights.read(other).to(first.dtype)):
+            value = weights.read(other).to(first.dtype)
+            if value.shape == first.shape and not torch.equal(first, value):
                 rank_zero_warn(
                     f"{other!r} of {weights.path} differs from {sources[0]!r}, to which its config.json ties it: the "
                     "model is trained and exported with both; set +model.overrides.tie_word_embeddings=false to leave "
