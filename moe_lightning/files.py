@@ -172,7 +172,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Add rows to a CSV, which begins with its head."""
+    """Add rows to a CSV, which is made with its folder and begins with its head."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if file.tell() == 0:

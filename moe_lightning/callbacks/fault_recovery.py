@@ -67,9 +67,7 @@ def log_table(loggers: Iterable[Logger], reports: Sequence[RecoveryReport]) -> N
     rows = [table_row(report) for report in reports]
     for logger in loggers:
         if isinstance(logger, CSVLogger):
-            path = Path(logger.log_dir) / "recoveries.csv"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            append_rows(path, COLUMNS, rows[-1:])
+            append_rows(Path(logger.log_dir) / "recoveries.csv", COLUMNS, rows[-1:])
         elif isinstance(logger, WandbLogger):
             import wandb
 

@@ -284,7 +284,6 @@ class SpikeGuard(ExpertParallelCallback):
         assert spike is not None
         logger.warning("%s", spike)
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             append_rows(self._path, _COLUMNS, [[*spike[:-1], " ".join(map(str, spike.samples))]])
 
     @override
