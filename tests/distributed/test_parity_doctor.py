@@ -178,10 +178,7 @@ def test_a_healthy_run_is_the_same(world_size: int, case: str, strategy: dict[st
     steps, tensors, losses = run_ranks(world_size, healthy, case, strategy)[0]
     assert steps == 3
     assert tensors > 20
-    micro_batches = {
-        "accumulate": 3 + 1 + 3,
-        "accumulated": 2 * 3,
-    }  # of "accumulate" an epoch ends with the second step
+    micro_batches = {"accumulate": 3 + 1 + 3, "accumulated": 2 * 3}  # an epoch of the first ends with the second step
     assert losses == micro_batches.get(case, 3), "the training ends with the doctor"
 
 
