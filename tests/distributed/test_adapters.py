@@ -20,6 +20,7 @@ from tests.distributed import balanced_training
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.same_training import assert_same_training
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
+from tests.parameters import slow
 
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-6, "warmup_steps": 1, "decay": "constant"}
 STEPS = 5
@@ -78,7 +79,7 @@ class Everywhere(Adapted):
 MODULES = {"lora": Adapted, "qlora": Everywhere, "embedding": OtherBase, "experts": OtherExperts}
 
 
-@pytest.fixture(scope="module", params=["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["lora", slow("qlora")])
 def alone(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, run_ranks(1, fit, request.param, {})[0]
 
@@ -103,9 +104,7 @@ def fit_saved(rank: int, world_size: int, kind: str, root: str, steps: int, resu
     return fit(rank, world_size, kind, strategy, steps=steps, callbacks=[saver], trainer=trainer, **resumed)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "strategy"), [(2, SOME_TWICE), pytest.param(4, ALL_TWICE, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, SOME_TWICE), slow(4, ALL_TWICE)])
 def test_same_loss(alone: tuple[str, dict[str, Any]], world_size: int, strategy: dict[str, Any]) -> None:
     kind, reference = alone
     assert reference["losses"][-1] < reference["losses"][0] - 0.01, "nothing was learned, so nothing was tested"

@@ -16,6 +16,7 @@ from moe_lightning.strategies import fsdp
 from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import CASES, assert_replicas_identical
 from tests.distributed.training import BRIEF_ACCUMULATION, train
+from tests.parameters import slow
 
 MIXED = {"precision": "bf16-mixed"}
 
@@ -57,14 +58,12 @@ def both(rank: int, world_size: int, *, strategy: dict[str, Any], **options: Any
     ("ranks", "strategy", "options"),
     [
         (2, {"dense": "fsdp", "replicas": 2}, {"steps": 3, "trainer": MIXED}),
-        pytest.param(
+        slow(
             4, {"dense": "hsdp"}, BRIEF_ACCUMULATION | {"trainer": MIXED | BRIEF_ACCUMULATION["trainer"]},
-            marks=pytest.mark.slow,
         ),
-        pytest.param(3, {"dense": "fsdp"}, CASES["llama"] | {"steps": 8, "trainer": MIXED}, marks=pytest.mark.slow),
-        pytest.param(
+        slow(3, {"dense": "fsdp"}, CASES["llama"] | {"steps": 8, "trainer": MIXED}),
+        slow(
             2, {"dense": "fsdp"}, {"model": {"tie_embeddings": True}, "steps": 6, "trainer": MIXED},
-            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

@@ -46,9 +46,9 @@ def of_one_rank() -> dict[str, float]:
     ("ranks", "strategy"),
     [
         (2, {"dense": "fsdp"}),
-        pytest.param(4, {"dense": "hsdp", "replicas": 2}, marks=pytest.mark.slow),
-        pytest.param(2, {"dense": "zero1", "replicas": 2}, marks=pytest.mark.slow),
-        pytest.param(2, {"mesh": {"tp": 2}}, marks=pytest.mark.slow),
+        slow(4, {"dense": "hsdp", "replicas": 2}),
+        slow(2, {"dense": "zero1", "replicas": 2}),
+        slow(2, {"mesh": {"tp": 2}}),
     ],
 )
 def test_norms_are_those_of_one_rank(ranks: int, strategy: dict[str, Any]) -> None:
@@ -200,11 +200,11 @@ def clipped_on_one_rank(kind: type) -> list[float]:
         slow(ClipsByValue, 2, {}),
         (ClipsInACallback, 2, {"dense": "fsdp"}),
         (ClipsInTwoSteps, 2, {}),
-        pytest.param(ClipsInTwoSteps, 2, {"dense": "fsdp"}, marks=pytest.mark.slow),
+        slow(ClipsInTwoSteps, 2, {"dense": "fsdp"}),
         (ClipsWithAnother, 2, {}),
         (Clips, 2, {"mesh": {"tp": 2}}),
         (Clips, 2, {"mesh": {"pp": 2}}),
-        pytest.param(Clips, 4, {"mesh": {"tp": 2}, "dense": "fsdp"}, marks=pytest.mark.slow),
+        slow(Clips, 4, {"mesh": {"tp": 2}, "dense": "fsdp"}),
     ],
 )
 def test_own_clipping_is_that_of_one_rank(kind: type, ranks: int, strategy: dict[str, Any]) -> None:

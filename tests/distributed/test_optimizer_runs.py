@@ -15,6 +15,7 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed.harness import RankFailure, run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
+from tests.parameters import slow
 
 STEPS = 10
 
@@ -79,9 +80,7 @@ def fit(
     return recorder.losses
 
 
-@pytest.mark.parametrize(
-    "name", ["counted", *(pytest.param(name, marks=pytest.mark.slow) for name in ("muon", "adafactor", "fused"))]
-)
+@pytest.mark.parametrize("name", ["counted", *(slow(name) for name in ("muon", "adafactor", "fused"))])
 def test_losses_do_not_depend_on_ranks_or_places(name: str, tmp_path: Path) -> None:
     (alone,) = run_pooled(1, fit, name, {})
     assert alone[-1] < alone[0] - 0.1
@@ -122,7 +121,7 @@ def test_partial_checkpoints_hold_the_states(name: str, tmp_path: Path) -> None:
     [
         ("muon", {"dense": "fsdp"}, "dense=fsdp and hsdp keep those on other ranks: use .*, or dense=zero1"),
         ("muon", {"mesh": {"tp": 2}}, "mesh.tp above 1 keeps those on other ranks: use .*, or mesh.tp=1"),
-        pytest.param("adafactor", {"dense": "fsdp"}, "dense=fsdp and hsdp keep", marks=pytest.mark.slow),
+        slow("adafactor", {"dense": "fsdp"}, "dense=fsdp and hsdp keep"),
     ],
 )
 def test_matrices_that_are_cut_are_refused(name: str, strategy: dict[str, Any], said: str) -> None:

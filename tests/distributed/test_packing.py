@@ -14,6 +14,7 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.data.instructions import InstructionData
 from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, Recorder, make_trainer
+from tests.parameters import slow
 
 LENGTH, BATCH, STEPS = 96, 8, 5
 ROUTER = {"top_k": 2, "aux_loss_coef": 0.5, "z_loss_coef": 0.1}
@@ -60,12 +61,12 @@ def train(
     ("world_size", "mesh", "model"),
     [
         (2, {}, {}),
-        pytest.param(3, {}, LLAMA, marks=pytest.mark.slow),
-        pytest.param(2, {"cp": 2}, {}, marks=pytest.mark.slow),
-        pytest.param(4, {"cp": 2}, LLAMA, marks=pytest.mark.slow),
-        pytest.param(4, {"cp": 4}, LLAMA | {"num_kv_heads": 1}, marks=pytest.mark.slow),
-        pytest.param(2, {"tp": 2}, LLAMA, marks=pytest.mark.slow),
-        pytest.param(2, {"pp": 2}, {"tie_embeddings": False, "router": PLAIN}, marks=pytest.mark.slow),
+        slow(3, {}, LLAMA),
+        slow(2, {"cp": 2}, {}),
+        slow(4, {"cp": 2}, LLAMA),
+        slow(4, {"cp": 4}, LLAMA | {"num_kv_heads": 1}),
+        slow(2, {"tp": 2}, LLAMA),
+        slow(2, {"pp": 2}, {"tie_embeddings": False, "router": PLAIN}),
     ],
 )
 def test_the_loss_does_not_depend_on_the_world(

@@ -114,9 +114,9 @@ def test_a_mask_without_padding_changes_no_bit() -> None:
     [
         slow(4, 1, 1),
         slow(4, 2, 2),  # the second parts of short sequences hold no token
-        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        slow(2, 1, 1),
         (2, 1, 2),
-        pytest.param(4, 4, 1, marks=pytest.mark.slow),
+        slow(4, 4, 1),
     ],
 )
 def test_the_loss_does_not_depend_on_the_world(world_size: int, cp: int, micros: int) -> None:

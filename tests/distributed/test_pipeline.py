@@ -286,8 +286,8 @@ def observed(rank: int, world_size: int, folder: Path, compiled: bool = False, *
     ("ranks", "compiled", "strategy"),
     [
         (2, False, {}),
-        pytest.param(4, False, {**FSDP, **INTERLEAVED}, marks=pytest.mark.slow),
-        pytest.param(4, True, {}, marks=pytest.mark.slow),
+        slow(4, False, {**FSDP, **INTERLEAVED}),
+        slow(4, True, {}),
     ],
 )
 def test_callbacks_take_the_blocks_of_a_stage(

@@ -146,7 +146,7 @@ def moving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
     return train(rank, world_size, callbacks=(mover,), **options) | {"moved": mover.moved}
 
 
-@pytest.mark.parametrize("strategy", [{}, pytest.param(INTERLEAVED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", [{}, slow(INTERLEAVED)])
 def test_a_user_moves_experts_of_all_stages(strategy: dict[str, Any]) -> None:
     found = in_stages(moving, "skewed", 4, strategy=strategy)
     same("skewed", found)

@@ -18,6 +18,7 @@ from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import train
 from tests.forks import PATIENCE_S
+from tests.parameters import slow
 
 STEPS = 5
 _expected = CopyWindows.expected
@@ -81,7 +82,7 @@ def train_twice(rank: int, world_size: int, folder: str, schedule: str) -> dict[
     return {"plain": plain["losses"], "losses": found["losses"], "shares": copies.shares, "bubbles_s": copies.bubbles_s}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("interleaved")])
 def test_snapshots_are_copied_in_bubbles_that_suffice(schedule: str, tmp_path: Path) -> None:
     agent = agent_ahead(tmp_path / "steps")
     for rank in run_ranks(2, partial(train_twice, folder=str(tmp_path), schedule=schedule)):

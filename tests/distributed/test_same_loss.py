@@ -77,10 +77,9 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
                 ("skewed", {"placement": random_placement(4, 4)}),
             ],
         ),
-        pytest.param(
+        slow(
             2,
             [("plain", {"replicas": 2}), ("plain", {"placement": random_placement(0, 2)}), ("uneven", {}), ("own", {})],
-            marks=pytest.mark.slow,
         ),
     ],
 )

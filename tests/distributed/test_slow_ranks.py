@@ -477,7 +477,7 @@ def lines_of(case: str, ranks: int = 2, pp: int = 1) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pp", [1, slow(2)])
 def test_a_slow_loader_is_named_with_its_line(pp: int) -> None:
     line = lines_of("data", pp=pp)[0]
     assert "slow: rank 1 needs" in line

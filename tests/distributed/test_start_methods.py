@@ -15,6 +15,7 @@ from moe_lightning import ConfigurationError, ExpertParallelStrategy
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_users_modules import Base, Options, tokens
 from tests.distributed.training import make_trainer, quiet, quiet_trainer
+from tests.parameters import slow
 
 
 class Built(Base):
@@ -70,10 +71,10 @@ def from_here(rank: int, world_size: int, kind: type[Base], strategy: str | Opti
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param("expert_parallel_notebook", marks=pytest.mark.slow),
+        slow("expert_parallel_notebook"),
         {"start_method": "fork", "dense": "fsdp"},
-        pytest.param("expert_parallel_spawn", marks=pytest.mark.slow),
-        pytest.param({"start_method": "forkserver", "dense": "zero1"}, marks=pytest.mark.slow),
+        slow("expert_parallel_spawn"),
+        slow({"start_method": "forkserver", "dense": "zero1"}),
     ],
 )
 def test_the_starting_process_has_the_trained_model(strategy: str | Options, tmp_path: Path) -> None:

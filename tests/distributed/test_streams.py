@@ -17,6 +17,7 @@ from moe_lightning.data.streams import fingerprint
 from tests.chaos.elastic_runs import Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.training import RandomTokens, StatefulStream, TokenStream, train
+from tests.parameters import slow
 
 BATCH = 12
 STREAMS = {"without a state": TokenStream, "with a state": StatefulStream}
@@ -70,9 +71,9 @@ def resume(rank: int, world_size: int, folder: Path, steps: int, kind: str, path
     ("kind", "before", "after"),
     [
         ("with a state", 2, 1),
-        pytest.param("without a state", 2, 3, marks=pytest.mark.slow),
-        pytest.param("with a state", 1, 3, marks=pytest.mark.slow),
-        pytest.param("without a state", 3, 2, marks=pytest.mark.slow),
+        slow("without a state", 2, 3),
+        slow("with a state", 1, 3),
+        slow("without a state", 3, 2),
     ],
 )
 def test_a_killed_run_goes_on_elsewhere_without_a_sample_twice_or_left_out(
@@ -100,9 +101,7 @@ def rows_in(folder: Path) -> list[Any]:
     ("workers", "places"),
     [
         (2, [(1, 3, "backward")]),
-        pytest.param(
-            4, [(1, 2, "forward"), (0, 4, "backward"), (3, 5, "prepare"), (2, 6, "backward")], marks=pytest.mark.slow
-        ),
+        slow(4, [(1, 2, "forward"), (0, 4, "backward"), (3, 5, "prepare"), (2, 6, "backward")]),
     ],
 )
 def test_a_stream_goes_on_where_ranks_are_lost(

@@ -14,6 +14,7 @@ import torch
 
 from tests.gpu.compiler import MULTIPROCESSORS, SHARED_BYTES, Compiled, Compiler
 from tests.gpu.triton_modules import launching_modules
+from tests.parameters import slow
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
@@ -25,7 +26,7 @@ TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 ALL = tuple(SHARED_BYTES)
 SPILLED = {80: 1024, 90: 256, 100: 1024, 120: 1024}
 """Most bytes of a thread of a router of more than 64 experts."""
-SLOW = [pytest.param(capability, marks=pytest.mark.slow) for capability in ALL]
+SLOW = [slow(capability) for capability in ALL]
 TOKENS, TOP_K, EXPERTS, WIDTH, HIDDEN = 16384, 4, 64, 1536, 512
 
 
@@ -100,7 +101,7 @@ def is_a_good_matmul(kernel: Compiled, capability: int) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "gathers"),
-    [pytest.param(capability, gathers, marks=pytest.mark.slow) for capability in ALL for gathers in (False, True)],
+    [slow(capability, gathers) for capability in ALL for gathers in (False, True)],
 )
 def test_matmuls_keep_to_their_budget(capability, gathers, compiler):
     experts(gathers)
@@ -117,7 +118,7 @@ def test_matmuls_keep_to_their_budget(capability, gathers, compiler):
         (90, 64, 0),
         # Where a tile of scores fills the registers, what surrounds the products may spill.
         *(
-            pytest.param(capability, num_experts, most, marks=pytest.mark.slow)
+            slow(capability, num_experts, most)
             for capability in ALL
             for num_experts, most in ((64, 0), (128, SPILLED[capability]), (256, SPILLED[capability]))
             if (capability, num_experts) != (90, 64)
@@ -160,7 +161,7 @@ def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100, 120))])
+@pytest.mark.parametrize("capability", [90, *(slow(c) for c in (80, 100, 120))])
 def test_kernels_of_rows_move_128_bits_at_once(capability, compiler):
     from moe_lightning.kernels.triton import rows as room
 

@@ -9,12 +9,11 @@ import pytest
 from tests.gpu.fake_offload import STEPS
 from tests.gpu.interpreted import run_interpreted
 from tests.gpu.test_budgets import pytestmark  # noqa: F401
+from tests.parameters import slow
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "dense"), [(1, "ddp"), *(pytest.param(2, dense, marks=pytest.mark.slow) for dense in ("ddp", "zero1"))]
-)
+@pytest.mark.parametrize(("ranks", "dense"), [(1, "ddp"), *(slow(2, dense) for dense in ("ddp", "zero1"))])
 def test_states_stay_on_the_host_and_losses_are_the_same_bits(ranks: int, dense: str, tmp_path: Path) -> None:
     for found in run_interpreted(ranks, "tests.gpu.fake_offload", dense, str(tmp_path)):
         assert found["losses"] == found["expected"] == found["to host"] == found["from host"]

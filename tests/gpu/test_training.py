@@ -10,6 +10,7 @@ import pytest
 from tests.gpu.fake_training import CHECKED, STEPS
 from tests.gpu.interpreted import run_interpreted
 from tests.gpu.test_budgets import pytestmark  # noqa: F401
+from tests.parameters import slow
 
 
 def train(ranks: int, plan: str, folder: Path) -> list[dict[str, Any]]:
@@ -18,8 +19,8 @@ def train(ranks: int, plan: str, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["host", pytest.param("device", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["host", slow("device")])
+@pytest.mark.parametrize("ranks", [1, slow(2)])
 def test_a_training_its_snapshots_and_a_restart_are_those_of_the_cpu(ranks: int, plan: str, tmp_path: Path) -> None:
     for found in train(ranks, plan, tmp_path):
         assert found["expected"] == pytest.approx(found["losses"], rel=0, abs=1e-5)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
+from tests.parameters import slow
 
 STEPS = 8
 SMALL = [
@@ -51,9 +52,7 @@ def arguments_of(folder: Path, *arguments: str) -> list[str]:
     ("ranks", "kills"),
     [
         (2, ["kill.rank1.step3.forward"]),
-        pytest.param(
-            3, ["kill.rank1.step3.forward", "kill.rank0.step5.backward"], marks=pytest.mark.slow, id="rank-0-too"
-        ),
+        slow(3, ["kill.rank1.step3.forward", "kill.rank0.step5.backward"], id="rank-0-too"),
     ],
 )
 def test_killed_ranks_do_not_end_the_run(folder: Path, ranks: int, kills: list[str]) -> None:

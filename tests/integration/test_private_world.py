@@ -14,6 +14,7 @@ import pytest
 
 from tests.commands import run_script
 from tests.integration.test_readme import block_after
+from tests.parameters import slow
 from tests.programs import TESTS, run_program
 
 STRANGER = """
@@ -91,7 +92,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("launcher", ["popen", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["popen", slow("torchrun")])
 def test_the_ten_lines_leave_no_way_in(tmp_path: Path, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     example = block_after("example: own module")
     head, main = example.split("if __name__ ==")

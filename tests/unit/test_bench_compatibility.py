@@ -10,6 +10,7 @@ import pytest
 from benchmarks.compatibility import written
 from benchmarks.silent.matrix import FEATURES, LAYOUTS, cell, cell_id
 from benchmarks.silent.runner import run_healthy
+from tests.parameters import slow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 QUICK = [("bf16-true", "tp + fsdp"), ("low-rank adapters", "fsdp"), ("tied embeddings", "pp")]
@@ -37,12 +38,7 @@ def test_the_page_has_every_cell() -> None:
     ("feature", "layout"),
     [
         *QUICK,
-        *(
-            pytest.param(feature, layout, marks=pytest.mark.slow)
-            for feature in FEATURES
-            for layout in LAYOUTS
-            if (feature, layout) not in QUICK
-        ),
+        *(slow(feature, layout) for feature in FEATURES for layout in LAYOUTS if (feature, layout) not in QUICK),
     ],
 )
 def test_a_cell_is_as_the_page_says(feature: str, layout: str) -> None:

@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "silent-errors.md"
 QUICK = ["largest-element-as-norm", "weights-of-empty-experts", "changed-groups"]
 
 
-@pytest.mark.parametrize("id", [*QUICK, *(pytest.param(id, marks=pytest.mark.slow) for id in CASES if id not in QUICK)])
+@pytest.mark.parametrize("id", [*QUICK, *(slow(id) for id in CASES if id not in QUICK)])
 def test_a_case_holds_and_its_fault_is_seen(id: str) -> None:
     result = run_case(CASES[id])
     assert result.is_good(CASES[id]), result.problem or "the fault of the report is not seen"
@@ -38,7 +38,7 @@ HEALTHY = ["bias-counts-a-skipped-step"]
 
 @pytest.mark.parametrize(
     "id",
-    [*HEALTHY, *(pytest.param(id, marks=pytest.mark.slow) for id in filter(_is_examined, CASES) if id not in HEALTHY)],
+    [*HEALTHY, *(slow(id) for id in filter(_is_examined, CASES) if id not in HEALTHY)],
 )
 def test_the_doctor_finds_nothing_without_a_fault(id: str) -> None:
     assert run_ranks(CASES[id].subject.ranks, diagnosed, id, False)[0] == ""

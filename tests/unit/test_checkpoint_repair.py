@@ -22,6 +22,7 @@ from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased
+from tests.parameters import slow
 from tests.unit.checkpoint_state import assert_holds, node, whole_state
 
 STEPS = {1: None, 2: [0, 1], 3: [2]}
@@ -261,7 +262,7 @@ def test_a_damaged_run_record_is_told_by_the_checkpoints(root: Path) -> None:
         directory.claim(root, "other")
 
 
-@pytest.mark.parametrize("flips", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [20, slow(300)])
 def test_every_flip_is_found_and_only_a_shared_file_ends_the_run(root: Path, flips: int) -> None:
     files = sorted({p.stat().st_ino: p for p in root.rglob("*") if p.is_file() and p.stat().st_size}.values())
     dice = random.Random(20)

@@ -18,6 +18,7 @@ from moe_lightning.checkpoint.selection import (
     worst_case_plt,
 )
 from moe_lightning.errors import ConfigurationError
+from tests.parameters import slow
 
 
 def predictor(experts: int, interval: int, total_steps: int, model=worst_case_plt):
@@ -80,7 +81,7 @@ def new_ledger(experts: int, order: Order, ranks: int = 1) -> CheckpointLedger:
     )
 
 
-@pytest.mark.parametrize("experts", [3, 4, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 16))])
+@pytest.mark.parametrize("experts", [3, 4, 6, *(slow(n) for n in (7, 16))])
 def test_the_bound_is_what_the_schedule_reaches_for_every_k(experts: int) -> None:
     for k_snapshot in range(1, experts + 1):
         for k_persist in range(1, k_snapshot + 1):

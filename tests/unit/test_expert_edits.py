@@ -22,6 +22,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router, RouterConfig
 from moe_lightning.strategies.averaging import CURRENT
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
+from tests.parameters import slow
 
 E = TINY["num_experts"]
 NO_LOADS = np.zeros(4, dtype=np.int64)
@@ -93,9 +94,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {},
         {"top_k": 1},
         {"score": "sigmoid", "normalize_top_k": False, "scale": 2.0},
-        pytest.param({"normalize_top_k": False}, marks=pytest.mark.slow),
-        pytest.param({"softmax_after_top_k": True}, marks=pytest.mark.slow),
-        pytest.param({"score": "sigmoid"}, marks=pytest.mark.slow),
+        slow({"normalize_top_k": False}),
+        slow({"softmax_after_top_k": True}),
+        slow({"score": "sigmoid"}),
     ],
     ids=str,
 )

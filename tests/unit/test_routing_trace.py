@@ -30,9 +30,10 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity, read_routing_trace
 from moe_lightning.simulate.workload import make_routing
 from tests.options import options_of
+from tests.parameters import slow
 from tests.traces import recorded
 
-STRIDES = [pytest.param(60, id="sample"), pytest.param(2, id="whole", marks=pytest.mark.slow)]
+STRIDES = [pytest.param(60, id="sample"), slow(2, id="whole")]
 """Samples between two that are looked at."""
 
 NODES, SLOTS = 10, 6
@@ -56,7 +57,7 @@ def sixteen(trace: RoutingTrace, sample: int, layer: int) -> np.ndarray:
     return counts.reshape(16, 2, 16).sum(axis=1)
 
 
-@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [10, slow(1)])
 @pytest.mark.parametrize(("experts", "eq1", "waterfill"), [(8, 1.28, 1.08), (16, 1.64, 1.40)])
 def test_water_filling_lowers_the_busiest_replica(
     trace: RoutingTrace, stride: int, experts: int, eq1: float, waterfill: float
@@ -118,7 +119,7 @@ def test_replanning_keeps_the_balance_with_a_fraction_of_the_migrations(trace: R
     assert moved < 0.3 * moved_always
 
 
-@pytest.mark.parametrize("stride", [60, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [60, slow(5)])
 def test_predicted_speedups_of_shadow_policies(
     trace: RoutingTrace, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe_lightning import kernels as ops
 from moe_lightning.kernels import torch_kernels
+from tests.parameters import slow
 from tests.unit.kernels.conftest import TRITON
 from tests.unit.kernels.kernel_cases import DEVICE
 
@@ -24,7 +25,7 @@ def in_torch(x_MD: Tensor, p: float, draw: ops.Draw) -> Tensor:
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float16)])
 def test_dropout_is_that_of_the_torch_body(draw: ops.Draw, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x_MD = torch.randn(36, 21).to(DEVICE, dtype).requires_grad_()
