@@ -223,7 +223,8 @@ class Summary(Callback):
         if "val/loss" in metrics and "val/accuracy" not in metrics:  # the classes are tokens
             numbers["val_perplexity"] = perplexity(metrics["val/loss"])
         if isinstance(data, TextData) and len(data.corpora) == 1:
-            validated = sum(trainer.num_val_batches) * data.global_batch_size
+            batch_size = data.val_dataloader().step_sampler.cut.global_batch_size
+            validated = sum(trainer.num_val_batches) * batch_size
             numbers |= ngram_losses(data, self._orders, validated or math.inf)
         telemetry = private_lightning.callback_of(trainer, Telemetry)
         if telemetry is not None and telemetry.train_s:

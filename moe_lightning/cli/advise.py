@@ -477,14 +477,14 @@ def _recipe(
 
 def _accumulating(trainer: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
     """Return the Trainer's settings for so many micro-batches in a step, which validate and end an epoch after as many
-    steps as before, of the same samples.
+    steps as before, of the same samples, and validate on as many samples.
 
     Args:
         trainer: settings of the run as it was.
     """
     settings = {"accumulate_grad_batches": micro_batches}
     before = trainer.get("accumulate_grad_batches", 1)
-    for name in ("val_check_interval", "limit_train_batches", "overfit_batches", "fast_dev_run"):
+    for name in ("val_check_interval", "limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run"):
         count = trainer.get(name)
         if isinstance(count, int) and count and micro_batches != before:
             settings[name] = max(1, count * micro_batches // before)

@@ -384,7 +384,8 @@ class ImageData(StepDataModule):
         path: folder with train/CLASS/* and val/CLASS/*, or CLASS/* (see `read_image_folder`); None: coloured shapes,
             drawn on the fly, for whoever has no images at hand.
         image_size: pixels of a side that the model sees.
-        global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
+        global_batch_size: samples of one optimizer step over all ranks and micro-batches; an evaluation batch is
+            as large as a micro-batch.
         num_workers: DataLoader processes on each rank, which decode images.
         val_fraction: held out of each class where the folder has no val/, inside (0, 1).
         val_samples: at most so many validation images, spread evenly; None for all.

@@ -737,7 +737,8 @@ class InstructionData(StepDataModule):
         path: file of one JSON object a line, or of a JSON array of objects.
         tokenizer: path of the model's tokenizer.json, ORG/NAME or ORG/NAME@REVISION of it on the Hub, or "bytes".
         context_length: tokens of one sample.
-        global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
+        global_batch_size: samples of one optimizer step over all ranks and micro-batches; an evaluation batch is
+            as large as a micro-batch.
         end_token: text that ends an answer where the tokenizer has no chat template; None: the tokenizer's own.
         num_workers: DataLoader processes on each rank.
         val_fraction: held out, inside (0, 1).

@@ -200,6 +200,8 @@ class StepLoader:
         """Build a data module's loader: shuffled whole steps for training, every sample in order for evaluation.
 
         Args:
+            global_batch_size: samples of a step of training; an evaluation batch has those of one of its micro-batches,
+                which fit the memory.
             sampler: the class that turns positions into indices of the data set.
             order: of training, see StepSampler.
             trainer: whose rank, world and accumulation the loader takes; None: one process.
@@ -213,6 +215,8 @@ class StepLoader:
                 f"global_batch_size={global_batch_size} is more than the {num_samples} samples for training: lower it, "
                 "or give more data"
             )
+        if not training and trainer is not None:
+            global_batch_size = max(1, global_batch_size // accumulation_of(trainer))
         step_sampler = sampler(
             num_samples=num_samples,
             global_batch_size=global_batch_size,
@@ -517,7 +521,8 @@ class StepDataModule(LightningDataModule):
     an order of its own `_order`, see StepSampler.
 
     Args:
-        global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
+        global_batch_size: samples of one optimizer step over all ranks and micro-batches; an evaluation batch is
+            as large as a micro-batch.
         num_workers: DataLoader processes on each rank.
         seed: of the order of the samples.
     """

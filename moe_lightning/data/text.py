@@ -159,7 +159,8 @@ class TextData(StepDataModule):
             relative to the other sources; without weights an epoch has every sample once) and `text_field`.
         text_field: of the text in records: key of JSONL, column of Parquet and saved data sets.
         context_length: tokens of one sample.
-        global_batch_size: samples of one optimizer step over all ranks and micro-batches; also of an evaluation batch.
+        global_batch_size: samples of one optimizer step over all ranks and micro-batches; an evaluation batch is
+            as large as a micro-batch.
         num_workers: DataLoader processes on each rank; slicing a memory map rarely needs any.
         val_fraction: fraction of the tokens of each source that is held out, inside (0, 1): its end, where files are in
             the order of a hash of their names.

@@ -89,7 +89,7 @@ def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFi
     """These settings of the Trainer count micro-batches, of which the advice makes others."""
     accumulating = [f"strategy.mesh.pp={pp}", "trainer.accumulate_grad_batches=8"]
     every = ["trainer.val_check_interval=800", "trainer.limit_train_batches=1600"]
-    every += ["+trainer.overfit_batches=16", "+trainer.fast_dev_run=24"]
+    every += ["trainer.limit_val_batches=40", "+trainer.overfit_batches=16", "+trainer.fast_dev_run=24"]
     sizes = ["model.tie_embeddings=false", "data.global_batch_size=64"]
     _advice(capsys, "--cluster", "1x4xH100", *sizes, *accumulating, *every)
     config = _composed(Path("outputs/advice"), "quickstart_advised")
@@ -97,6 +97,7 @@ def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFi
     assert micro_batches < 8
     assert config["trainer"]["val_check_interval"] == 100 * micro_batches
     assert config["trainer"]["limit_train_batches"] == 200 * micro_batches
+    assert config["trainer"]["limit_val_batches"] == 5 * micro_batches
     assert config["trainer"]["overfit_batches"] == 2 * micro_batches
     assert config["trainer"]["fast_dev_run"] == 3 * micro_batches
     if pp == 2:

@@ -205,10 +205,15 @@ def test_counting_models_see_the_validated_windows(text: TextData) -> None:
     assert losses["order_1_loss"] < losses["order_0_loss"]
 
 
-@pytest.mark.parametrize(("limit", "windows"), [(1, 8), (2, 16), (1.0, 20), (0, 20)])
-def test_counting_models_see_what_the_limit_leaves(text: TextData, limit: float, windows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "micro_batches", "windows"), [(1, 1, 8), (2, 1, 16), (1.0, 1, 20), (0, 1, 20), (3, 2, 12)]
+)
+def test_counting_models_see_what_the_limit_leaves(
+    text: TextData, limit: float, micro_batches: int, windows: int, tmp_path: Path
+) -> None:
     text.global_batch_size = 8
-    trainer = _trainer([Console("none")], limit_val_batches=limit, max_steps=2)
+    accumulating = {"accumulate_grad_batches": micro_batches}
+    trainer = _trainer([Console("none")], limit_val_batches=limit, max_steps=2, **accumulating)
     trainer.fit(GPTModule(TINY | {"vocab_size": 256}), datamodule=text)
     numbers = Summary(str(tmp_path / "summary.json"), [1]).numbers(trainer)
     samples = text.val_dataloader().dataset
