@@ -87,24 +87,24 @@ def check_processes(ranks: int, num_workers: int = 0) -> None:
         )
 
 
-def check_model(sizes: Mapping[str, int], parameters: int, memory_bytes: int, optimizer: str = "adamw") -> None:
-    """Refuse a model whose training state exceeds all the memory there is.
+def check_model(sizes: Mapping[str, int], parameters: int, memory_bytes: int, state_bytes: int = 16) -> None:
+    """Refuse a model whose state exceeds all the memory there is.
 
     Args:
         sizes: what the number of parameters depends on, by key.
         parameters: at least so many, each expert once.
         memory_bytes: of all ranks together.
-        optimizer: its name in an OptimizerConfig.
+        state_bytes: of a parameter, at least; the default is that of AdamW in float32: weight, gradient, moments.
 
     Raises:
         ConfigurationError: the size that stands out most.
     """
-    needed = parameters * 4 * (2 + MOMENTS[optimizer])  # weight, gradient and moments in float32
+    needed = parameters * state_bytes
     if needed > memory_bytes:
         key = max(sizes, key=lambda name: sizes[name])
         raise ConfigurationError(
-            f"{key}={sizes[key]} makes a model of {parameters:.3g} parameters, whose weights, gradients and moments "
-            f"take {needed / GIB:.3g} GiB: more than the {memory_bytes / GIB:.0f} GiB of memory there are; lower it"
+            f"{key}={sizes[key]} makes a model of {parameters:.3g} parameters, which take {needed / GIB:.3g} GiB at "
+            f"{state_bytes} bytes each: more than the {memory_bytes / GIB:.0f} GiB of memory there are; lower it"
         )
 
 

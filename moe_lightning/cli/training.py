@@ -43,8 +43,16 @@ from moe_lightning.checkpoint.directory import headings
 from moe_lightning.checkpoint.inspect import checkpoint_values
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.cli.capacity import check_model, check_processes, check_sample, machine_memory, whole_memory
+from moe_lightning.cli.capacity import (
+    MOMENTS,
+    check_model,
+    check_processes,
+    check_sample,
+    machine_memory,
+    whole_memory,
+)
 from moe_lightning.cli.composition import build_object, check_config
+from moe_lightning.cli.footprint import PRECISIONS
 from moe_lightning.cli.resume import changes, check_changes, check_start, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
@@ -222,10 +230,10 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
     memory = whole_memory(trainer, nodes)
     check_processes(devices, data.get("num_workers", 0))
     if isinstance(module, GPTModule):
-        optimizer = module.optimizer_config.name
-        _check_gpt(module.config, memory, config["strategy"].get("slots"), devices * nodes, optimizer)
+        state_bytes = _state_bytes(config, module.optimizer_config.name)
+        _check_gpt(module.config, memory, config["strategy"].get("slots"), devices * nodes, state_bytes)
     elif isinstance(module, SwinModule):
-        _check_swin(module.config, memory, module.optimizer_config.name)
+        _check_swin(module.config, memory, _state_bytes(config, module.optimizer_config.name))
     for name in ("num_shapes", "global_batch_size"):
         if name in data:
             check_sample(f"data.{name}", data[name], data[name], machine_memory())
@@ -235,17 +243,27 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
         check_memory(config)
 
 
-def _check_gpt(config: GPTConfig, memory_bytes: int, slots: int | None, ranks: int, optimizer: str) -> None:
+def _state_bytes(config: Mapping[str, Any], optimizer: str) -> int:
+    """Return the bytes of a parameter on the devices of a task, at least."""
+    trainer = config["trainer"]
+    stored, _ = PRECISIONS.get(str(trainer.get("precision")), (torch.float16, None))
+    if config["task"] != "train":
+        return stored.itemsize
+    offloads = config["strategy"].get("offload_optimizer") and trainer.get("accelerator") in ("gpu", "cuda")
+    return stored.itemsize * (2 if offloads else 2 + MOMENTS[optimizer])
+
+
+def _check_gpt(config: GPTConfig, memory_bytes: int, slots: int | None, ranks: int, state_bytes: int) -> None:
     sizes = {f"model.{name}": getattr(config, name) or 0 for name in _GPT_SIZES}
-    check_model(sizes, least_gpt_parameters(config), memory_bytes, optimizer)
+    check_model(sizes, least_gpt_parameters(config), memory_bytes, state_bytes)
     # One sample's activations between the layers, or the tables of rotary positions.
     check_sample("model.context_length", config.context_length, config.context_length * config.d_model, memory_bytes)
     if slots is not None:
         parameters = ranks * least_slot_parameters(config, slots)
-        check_model({"strategy.slots": slots}, parameters, memory_bytes, optimizer)
+        check_model({"strategy.slots": slots}, parameters, memory_bytes, state_bytes)
 
 
-def _check_swin(config: SwinConfig, memory_bytes: int, optimizer: str) -> None:
+def _check_swin(config: SwinConfig, memory_bytes: int, state_bytes: int) -> None:
     sizes = {f"model.{name}": getattr(config, name) or 0 for name in _SWIN_SIZES}
     side = config.image_size
     check_sample("model.image_size", side, 3 * side * side, memory_bytes)
@@ -253,7 +271,7 @@ def _check_swin(config: SwinConfig, memory_bytes: int, optimizer: str) -> None:
     hidden = [math.ceil((config.mlp_ratio or 4.0) * width) for width in widths]
     dense = sum(depth * 4 * width**2 for depth, width in zip(config.depths or (), widths, strict=False))
     expert = 2 * widths[-1] * hidden[-1] * config.num_experts if widths else 0
-    check_model(sizes, dense + expert + config.num_classes, memory_bytes, optimizer)
+    check_model(sizes, dense + expert + config.num_classes, memory_bytes, state_bytes)
 
 
 class GracefulStop(Callback):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer
 from moe_lightning.callbacks.telemetry import ExpertModelSummary, Telemetry, WholeModelSummary
-from moe_lightning.cli import capacity
+from moe_lightning.cli import capacity, training
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig, expert_size, least_gpt_parameters, model_size, whole_parameters
 from moe_lightning.strategies.placed_experts import stages_of
@@ -238,11 +238,42 @@ def test_sizes_that_no_machine_holds_are_known_at_once(size: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 64), ("muon", 85), ("adafactor", 128)])
-def test_what_an_optimizer_keeps_counts(optimizer: str, most: int) -> None:
-    capacity.check_model({"model.d_model": 8}, most, 1024, optimizer)
-    with pytest.raises(ConfigurationError, match=r"model\.d_model=8"):
-        capacity.check_model({"model.d_model": 8}, most + 1, 1024, optimizer)
+OFFLOADING = {"accelerator": "gpu", "offload_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "state_bytes"),
+    [
+        ("adamw", {}, 16),
+        ("muon", {}, 12),
+        ("adafactor", {}, 8),
+        ("adamw", {"precision": "bf16-mixed"}, 16),
+        ("adamw", {"precision": "bf16-true"}, 8),
+        ("adamw", OFFLOADING, 8),
+        ("adamw", OFFLOADING | {"accelerator": "cpu"}, 16),
+        ("adamw", {"task": "validate"}, 4),
+        ("adamw", {"task": "validate", "precision": "16-true"}, 2),
+    ],
+)
+def test_only_what_a_task_keeps_of_a_parameter_counts(
+    optimizer: str, settings: dict[str, Any], state_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = {"devices": 1, "accelerator": settings.get("accelerator", "cpu")}
+    config = {
+        "task": settings.get("task", "train"),
+        "check_memory": False,
+        "trainer": {**trainer, "precision": settings.get("precision", "32-true")},
+        "strategy": {"offload_optimizer": settings.get("offload_optimizer", False)},
+        "data": {},
+        "elastic": {},
+    }
+    module = GPTModule(TINY, {"name": optimizer})
+    needed = state_bytes * least_gpt_parameters(module.config)
+    monkeypatch.setattr(training, "whole_memory", lambda *_: needed)
+    training.check_room(config, module)
+    monkeypatch.setattr(training, "whole_memory", lambda *_: needed - 1)
+    with pytest.raises(ConfigurationError, match=rf"model\.\w+=\d+ .* at {state_bytes} bytes each: .* lower it"):
+        training.check_room(config, module)
 
 
 def test_as_many_processes_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
