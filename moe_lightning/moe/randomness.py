@@ -69,6 +69,7 @@ class SampleStream:
         self.is_dummy_batch = False
         self.micro_batch: int | None = None
         self._is_driven = False
+        self._drawn = 0  # the count of draws, while the stream is driven
 
     def __deepcopy__(self, memo: dict[int, object]) -> SampleStream:
         """The copy of a module that a strategy drives follows the same samples; any other draws for itself."""
@@ -92,10 +93,19 @@ class SampleStream:
 
     def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
         """Enter a micro-batch; one of no samples is a dummy."""
+        if not self._is_driven:
+            self._drawn = self.step
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
         self.total_samples = total_samples
         self.is_dummy_batch = num_samples == 0
         self._is_driven = True
+
+    def release(self) -> None:
+        """Enter a micro-batch whose samples have no known positions: go on counting draws."""
+        if self._is_driven:
+            self.step = self._drawn
+        self.first_sample = self.num_samples = self.total_samples = 0
+        self.is_dummy_batch = self._is_driven = False
 
     def global_rows(self, num_rows: int, device: torch.device) -> Tensor:
         """Global index of each local row; a sample owns num_rows * parts / num_samples consecutive ones."""

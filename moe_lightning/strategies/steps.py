@@ -271,6 +271,8 @@ class Steps:
                 num_samples=batch.count,
                 total_samples=batch.micro_total,
             )
+        else:
+            self.stream.release()
 
     def _end_batch(self) -> None:
         self.batch = None

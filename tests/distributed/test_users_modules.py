@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 from torchmetrics import MeanMetric
 
 from moe_lightning import ConfigurationError, auxiliary_loss
+from moe_lightning.moe.randomness import StreamDropout
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
@@ -341,6 +343,20 @@ LOADERS: dict[str, Callable[[], Any]] = {
 WEIGHTS = [float(1 + index % 5) for index in range(20)]
 
 
+class Noisy(Base):
+    """Draws a dropout mask of each sample in every training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = StreamDropout(0.5)
+        self.masks: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.strategy.steps.batch is None or not self.trainer.strategy.steps.is_dummy_batch:  # type: ignore[attr-defined]
+            self.masks.append(self.dropout(torch.ones(len(batch[0]), 64)))
+        return super().training_step(batch, batch_idx)
+
+
 def fit_loader(rank: int, world_size: int, kind: str, strategy: Options | None) -> Any:
     seen = Seen()
     options: Options = {"max_steps": 6, "callbacks": [seen]}
@@ -363,6 +379,21 @@ def test_one_rank_takes_any_loader_as_it_is(kind: str) -> None:
     (found,), (expected,) = run_pooled(1, fit_loader, kind, {}), run_ranks(1, fit_loader, kind, None)
     assert [name for name, _ in found] == [name for name, _ in expected]
     np.testing.assert_allclose([v for _, v in found], [v for _, v in expected], rtol=0, atol=1e-6)
+
+
+def fit_noisy(rank: int, world_size: int) -> list[Tensor]:
+    module = Noisy()
+    trainer = make_trainer(rank, world_size, max_steps=4, limit_val_batches=2, num_sanity_val_steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, LOADERS["halves"](), tokens(4, 2)())
+    return module.masks
+
+
+def test_noise_of_a_loader_without_positions_changes_after_a_validation() -> None:
+    (masks,) = run_pooled(1, fit_noisy)
+    assert len(masks) == 4
+    assert not any(torch.equal(first, second) for first, second in combinations(masks, 2))
 
 
 @pytest.mark.parametrize(
