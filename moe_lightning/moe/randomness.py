@@ -49,7 +49,7 @@ class SampleStream:
 
     Attributes:
         seed: of the run.
-        step: optimizer step of the running batch.
+        step: optimizer step of the running batch; where a module optimizes manually, the number of the batch.
         first_sample: position of this rank's first sample inside the step's global batch.
         num_samples: samples of this rank in the running micro-batch; 0 when unknown (rows are then counted from
             first_sample).

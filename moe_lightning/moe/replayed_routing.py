@@ -40,7 +40,7 @@ class TokenRange:
     """Position of a micro-batch's tokens in the global batch.
 
     Attributes:
-        step: optimizer step.
+        step: optimizer step; where a module optimizes manually, the number of the batch.
         first_sample: in its global batch.
         part, parts: of the positions of each sample.
     """

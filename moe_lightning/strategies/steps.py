@@ -265,8 +265,10 @@ class Steps:
         self.sequences.enter()
         self.stream.begin_micro_batch()
         if batch is not None:
+            trainer = self._state.trainer
+            by_hand = trainer.training and not self._state.module.automatic_optimization  # batches may share an update
             self.stream.advance(
-                step=self._state.trainer.global_step,
+                step=batch.step if by_hand else trainer.global_step,
                 first_sample=batch.offset,
                 num_samples=batch.count,
                 total_samples=batch.micro_total,

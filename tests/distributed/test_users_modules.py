@@ -396,6 +396,36 @@ def test_noise_of_a_loader_without_positions_changes_after_a_validation() -> Non
     assert not any(torch.equal(first, second) for first, second in combinations(masks, 2))
 
 
+class NoisyByHand(Noisy):
+    """Accumulates the gradients of two batches by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def fit_noisy_by_hand(rank: int, world_size: int) -> list[Tensor]:
+    module = NoisyByHand()
+    make_trainer(rank, world_size, max_epochs=1).fit(module, tokens(16, 4)())
+    return module.masks
+
+
+def test_batches_that_are_accumulated_by_hand_differ_in_their_noise() -> None:
+    (alone,), several = run_pooled(1, fit_noisy_by_hand), run_pooled(2, fit_noisy_by_hand)
+    assert len(alone) == 4
+    assert not any(torch.equal(first, second) for first, second in combinations(alone, 2))
+    for number, mask in enumerate(alone):
+        assert torch.equal(torch.cat([masks[number] for masks in several]), mask)
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
