@@ -185,9 +185,10 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
 
 
 def frozen_base(module: nn.Module) -> frozenset[nn.Parameter]:
-    """The parameters that adapters leave as they are; none of a module without any."""
+    """The parameters that adapters leave as they are, frozen adapters left out; none of a module without any."""
     is_adapted = any(name.rpartition(".")[2] == BASE_DIGEST for name, _ in module.named_buffers())
-    return frozenset(p for p in module.parameters() if is_adapted and not p.requires_grad)
+    named = module.named_parameters() if is_adapted else ()
+    return frozenset(p for name, p in named if not (p.requires_grad or name.rpartition(".")[2].startswith("lora_")))
 
 
 def is_digest(key: str) -> bool:

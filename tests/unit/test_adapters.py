@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.adapters import AdapterConfig, add_adapters
 from moe_lightning.moe.experts import Experts, dequantise, quantise, quantised_grouped_mm
+from moe_lightning.state.table import State
 from tests.distributed.training import TINY
 from tests.parameters import slow
 
@@ -60,6 +62,18 @@ def test_only_adapters_train_and_at_first_they_change_nothing() -> None:
         "lora_a", "lora_b", *(f"lora_w_{way}_{part}" for way in ("up", "down") for part in "ab")
     }  # fmt: skip
     assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
+
+
+def test_adapters_that_a_user_freezes_are_saved_too() -> None:
+    model = GPT(GPTConfig(**TINY))
+    add_adapters(model, AdapterConfig(rank=2, targets=("attention",)))
+    state = partial(State, model, [], [], state_ranks={}, rank=0, world_size=1)
+    before = {piece.key for piece in state().dense_pieces()}
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_a"):
+            parameter.requires_grad_(False)
+    assert {piece.key for piece in state().dense_pieces()} == before
+    assert any("lora_a" in key for key in before)
 
 
 def test_frozen_rows_come_from_the_source_when_no_rank_has_them() -> None:
