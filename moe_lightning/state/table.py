@@ -163,8 +163,8 @@ class State:
                 yield StatePiece.of(f"expert/{layer}/{expert}/{scope}/{name}", stack[slot], holders)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's tensors for a parameter, scalars left out."""
-        return {name: t for name, t in sorted(self._state_of(parameter).items()) if _is_moment(t)}
+        """The optimizer's tensors for a parameter, scalars left out, and the parameter's average."""
+        return {name: t for name, t in sorted(self._state_of(parameter).items()) if _is_moment(name, t)}
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         return next((o.state[parameter] for o, _ in self.optimizers if parameter in o.state), {})
@@ -191,7 +191,7 @@ class State:
                 number: {
                     name: v.cpu() if isinstance(v, Tensor) else v
                     for name, v in optimizer.state[parameter].items()
-                    if not _is_moment(v)
+                    if not _is_moment(name, v)
                 }
                 for number, parameter in enumerate(self.numbered(index))
                 if parameter in optimizer.state
@@ -325,8 +325,8 @@ def require_row_each(scope: str, value: Tensor, name: str, parameter: Tensor) ->
         )
 
 
-def _is_moment(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
+def _is_moment(name: str, value: object) -> bool:
+    return isinstance(value, Tensor) and (value.ndim > 0 or name == AVERAGE)  # a value of the model, of any shape
 
 
 def _made(known: object, dtype: str, shape: tuple[int, ...], home: torch.device) -> Tensor:

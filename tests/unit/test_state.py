@@ -14,6 +14,7 @@ from moe_lightning.checkpoint.manifest import check_coverage, dump_json, read_js
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.averages import Averages
 from moe_lightning.state.pieces import Block, Location, Piece, StatePiece, describe
 from moe_lightning.state.table import State
 
@@ -62,6 +63,26 @@ def test_every_piece_has_its_key_and_holders() -> None:
     assert moments == {key for key in pieces if "exp_avg" in key}
     assert torch.equal(pieces["expert/0/0/master/w"].tensor, module.experts[2])
     assert pieces["expert/0/0/master/w"].tensor.data_ptr() == module.experts[2].data_ptr(), "a view, not a copy"
+
+
+@pytest.fixture
+def scaled() -> State:
+    """The state of a module with a parameter that is a single number, and with averages."""
+    module = nn.Module()
+    module.scale, module.weight = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3))
+    groups = [list(module.parameters())]
+    optimizer = torch.optim.AdamW(groups[0])
+    (module.scale * module.weight).sum().backward()
+    optimizer.step()
+    averages = Averages({}, use_buffers=False)
+    averages.begin(module, optimizer, lambda parameter: parameter.device)
+    return State(module, [], [(optimizer, groups)], state_ranks={}, rank=0, world_size=1, averages=averages)
+
+
+def test_the_average_of_a_single_number_is_saved_like_any_other(scaled: State) -> None:
+    keys = {piece.key for piece in scaled.pieces() if "average" in piece.key}
+    assert keys == {"dense/scale/average", "dense/weight/average"}
+    assert not any("average" in own for own in scaled.objects()["optimizer/0"]["scalars"].values())
 
 
 def test_a_newcomer_makes_the_states_that_others_have() -> None:
