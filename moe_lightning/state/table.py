@@ -7,6 +7,7 @@ optimizer state ("exp_avg", ...).
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -244,10 +245,9 @@ class State:
                 scalars = told["scalars"].get(number, common if described else {})
                 if parameter in kept and (scalars or described):
                     known, home = optimizer.state[parameter], self.home_of(parameter)
-                    place = home if counts_there(optimizer) else "cpu"
                     optimizer.state[parameter] = (
                         self.moments(parameter)
-                        | {n: v.to(place, copy=True) if isinstance(v, Tensor) else v for n, v in scalars.items()}
+                        | self.placed(optimizer, parameter, copy.deepcopy(scalars))
                         | {scope: _made(known.get(scope), *entry, home) for scope, entry in described.items()}
                     )
 
@@ -255,11 +255,12 @@ class State:
         """Return the device of the moments of a parameter."""
         return home_of_moments(parameter, self.stack_of, on_host=self.on_host)
 
-    def placed(self, optimizer: Optimizer, parameter: nn.Parameter, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """States of a parameter that have come from elsewhere, where the optimizer looks for them."""
+    def placed(self, optimizer: Optimizer, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, Any]:
+        """States of a parameter that have come from elsewhere, where the optimizer looks for them, as in torch."""
         home = self.home_of(parameter)
+        on_host = {"step"} if not counts_there(optimizer) else set()
         return {
-            scope: value if scope == "step" and not counts_there(optimizer) else value.to(home)
+            scope: value.to(home) if isinstance(value, Tensor) and scope not in on_host else value
             for scope, value in states.items()
         }
 

@@ -85,6 +85,17 @@ def test_the_average_of_a_single_number_is_saved_like_any_other(scaled: State) -
     assert not any("average" in own for own in scaled.objects()["optimizer/0"]["scalars"].values())
 
 
+def test_states_of_a_single_number_lie_where_it_lies(scaled: State) -> None:
+    module = nn.Module()
+    module.scale, module.weight = (nn.Parameter(p.detach().to("meta")) for p in scaled.module.parameters())
+    groups = [list(module.parameters())]
+    new = State(module, [], [(torch.optim.AdamW(groups[0]), groups)], state_ranks={}, rank=0, world_size=1)
+    new.adopt(scaled.objects(), scaled.moment_shapes())
+    for parameter in groups[0]:
+        places = {name: value.device.type for name, value in new.optimizers[0][0].state[parameter].items()}
+        assert places == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
 def test_a_newcomer_makes_the_states_that_others_have() -> None:
     told, new = state_of(Model(), steps=2), state_of(Model(), steps=0)
     new.adopt(told.objects(), told.moment_shapes())
