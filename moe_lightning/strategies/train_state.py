@@ -213,12 +213,16 @@ class TrainState:
         return self._recorded
 
     def trained(self) -> tuple[list[int], list[bool]]:
-        """Return the sizes of the parameter groups and which parameters are trained; alike on all ranks."""
+        """Return the sizes of the parameter groups and which parameters are trained; alike on all ranks of a stage."""
         sizes = [len(group) for groups in self._groups for group in groups]
         return sizes, [parameter.requires_grad for parameter in self.module.parameters()]
 
     def may_make_states(self) -> bool:
-        """Return True if an update may add optimizer states on this rank without a change of `trained`."""
+        """Return True if an update may add optimizer states on this rank without a change of `trained` that all ranks
+        see, as they see none of parameters in other stages.
+        """
+        if self.stages.num_stages > 1:
+            return True
         for optimizer in self.optimizers:
             if type(optimizer).__module__.partition(".")[0] not in ("torch", "moe_lightning"):
                 return True

@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks.checkpoint_bubbles import bubble_table
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
+from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks
@@ -92,6 +93,28 @@ def test_snapshots_are_copied_in_bubbles_that_suffice(schedule: str, tmp_path: P
         assert min(planned) >= 0.9, rank
         assert min(rank["bubbles_s"]) > 0, rank
     agent.join(60.0)
+
+
+class LateEmbedding(pl.Callback):
+    """Trains the token embedding, which only the first stage has, from the third step on."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if "token_embedding" in name:
+                parameter.requires_grad_(trainer.global_step >= 2)
+
+
+def train_embedding_late(rank: int, world_size: int, folder: str) -> None:
+    saver = PartialExpertsCheckpoint(folder, every_n_steps=1, k_snapshot=6, keep_last=9, save_on_train_end=False)
+    strategy = {"mesh": {"pp": 2}, "micro_batches": 2, "check_state_every": 0, "timeout_s": 30}
+    train(rank, world_size, model=FOUR, strategy=strategy, steps=4, callbacks=[LateEmbedding(), saver],
+          trainer={"enable_checkpointing": True})  # fmt: skip
+
+
+def test_a_stage_saves_the_states_of_what_it_unfreezes(tmp_path: Path) -> None:
+    run_ranks(2, partial(train_embedding_late, folder=str(tmp_path / "steps")))
+    saved = Checkpoint(tmp_path / "steps" / "step-00000004").shapes()
+    assert "dense/model.token_embedding.weight/exp_avg" in saved
 
 
 @pytest.mark.slow
