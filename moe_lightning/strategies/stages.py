@@ -402,7 +402,8 @@ class _Flow:
             )
         self._next += 1
         if index == chunk[0] and self._arrived is not None:
-            hidden = self._arrived[: hidden.numel()].view(hidden.shape)
+            # A block may change its argument in place, but not the receive buffer, a leaf that requires gradients.
+            hidden = self._arrived[: hidden.numel()].view(hidden.shape).clone()
         self.is_inside = True
         out = own(hidden, *arguments[1:], **named)
         if not isinstance(out, Tensor) or (out.shape, out.dtype) != (hidden.shape, hidden.dtype):

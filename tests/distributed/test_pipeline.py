@@ -389,6 +389,29 @@ def test_a_users_module_trains_alike() -> None:
             assert found["logged"][name] == pytest.approx(alone["logged"][name], abs=TOLERANCE)
 
 
+class Residual(nn.Module):
+    """Adds to its input in place."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.part(x.clone())
+        return x
+
+
+class InPlace(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([Residual(block) for block in self.body])
+
+
+def test_blocks_change_hidden_states_in_place() -> None:
+    (alone,) = run_pooled(1, partial(train, own_module=InPlace, accumulate=MICROS))
+    assert_same_training(alone, in_stages(2, own_module=InPlace))
+
+
 def evaluate(
     rank: int, world_size: int, strategy: dict[str, Any], accumulate: int = 1, kind: type[Own] = Own
 ) -> tuple[float, dict[str, float], Any]:
