@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from moe_lightning.checkpoint.sharding import Module, ShardPlan, balanced_expert
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.state.averages import AVERAGE, OBJECT_KEY
-from moe_lightning.state.pieces import Block, StatePiece, is_moment
+from moe_lightning.state.pieces import Block, StatePiece, is_expert_key, is_moment, parse_dense_key, parse_expert_key
 from moe_lightning.state.table import State, require_same_order
 from moe_lightning.state.tensors import is_digest, require_same_base
 
@@ -249,6 +250,29 @@ class TrainingState(State):
         return Counter((rank, sizes[layer]) for (layer, _), rank in writers.items())
 
     # ------------------------------------------------------------------ restoring
+
+    def require_no_others(self, checkpoint: CheckpointSource) -> None:
+        """Refuse a checkpoint of which a restore would leave weights or buffers out.
+
+        Raises:
+            CheckpointError: it has some that the model lacks.
+        """
+        dense = {name for name, _ in chain(self.module.named_parameters(), self.module.named_buffers())}
+        experts = {(n, name): stack.num_experts for n, stack in enumerate(self.stacks) for name in stack.saved}
+
+        def is_known(key: str) -> bool:
+            if not is_expert_key(key):
+                return parse_dense_key(key)[0] in dense
+            layer, expert, _, name = parse_expert_key(key)
+            return expert < experts.get((layer, name), 0)
+
+        keys = chain(checkpoint.keys("dense/"), checkpoint.keys("expert/"))
+        unknown = [key for key in keys if not is_moment(key) and not is_known(key)]
+        if unknown:
+            raise CheckpointError(
+                f"{checkpoint.path.name} has {unknown[0]!r}, which the model lacks ({len(unknown)} unknown tensors): "
+                "use the configuration it was written with"
+            )
 
     @torch.no_grad()
     def restore_model(self, checkpoint: CheckpointSource) -> None:

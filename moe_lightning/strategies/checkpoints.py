@@ -271,7 +271,11 @@ class Checkpoints:
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load the module's state."""
         if self._restored is not None:
-            self._state.training_state().restore_model(self._restored)
+            own = self._state.training_state()
+            if strict:
+                with self._state.stages.whole_module():
+                    own.require_no_others(self._restored)
+            own.restore_model(self._restored)
             return
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")

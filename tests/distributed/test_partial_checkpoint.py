@@ -245,6 +245,32 @@ def test_counts_of_updates_return_on_every_rank(root: Path, strategy: dict[str, 
     assert results[1][0]
 
 
+def validate(
+    rank: int, world_size: int, root: str, *, strategy: dict[str, Any], model: dict[str, Any], is_strict: bool
+) -> float:
+    """The loss of a model with the weights of a checkpoint."""
+    trainer = make_trainer(rank, world_size, strategy, enable_checkpointing=False)
+    module = GPTModule(TINY | model)
+    module.strict_loading = is_strict
+    (found,) = trainer.validate(module, DataLoader(RandomTokens(24), batch_size=12), ckpt_path=root, verbose=False)
+    return found["val/loss"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "less"),
+    [({}, {"tie_embeddings": True}), slow({}, {"num_layers": 2}), slow(PIPELINE, {"num_layers": 2})],
+)
+def test_a_strict_restore_leaves_no_weights_out(root: Path, strategy: dict[str, Any], less: dict[str, Any]) -> None:
+    whole = {"num_layers": 4, "tie_embeddings": False}
+    ranks = 2 if strategy else 1
+    run(ranks, [saver(root)], steps=1, strategy=strategy, model=whole)
+    evaluate = partial(validate, root=str(root), strategy=strategy)
+    assert run_ranks(ranks, partial(evaluate, model=whole, is_strict=True))[0] > 0.0
+    with pytest.raises(RankFailure, match=r"has '[a-z]+/.*', which the model lacks \(\d+ unknown"):
+        run_ranks(ranks, partial(evaluate, model=whole | less, is_strict=True))
+    assert run_ranks(ranks, partial(evaluate, model=whole | less, is_strict=False))[0] > 0.0
+
+
 @pytest.mark.slow
 def test_adaptive_numbers_come_from_measured_times(root: Path, tmp_path: Path) -> None:
     k_path = tmp_path / "k"
