@@ -29,6 +29,7 @@ from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.mesh import ScheduleName
+from moe_lightning.state.table import require_row_each
 from moe_lightning.state.tensors import cut_of, frozen_base, is_cut, local, swap_parameters
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 
@@ -187,7 +188,8 @@ def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collectio
         stacks: the parameters whose rows are experts.
 
     Raises:
-        ConfigurationError: one that updates an expert differently beside other experts.
+        ConfigurationError: one that updates an expert differently beside other experts, or has a state without a row
+            for each of them.
     """
     experts = set(stacks)
     for optimizer in optimizers:
@@ -270,6 +272,12 @@ def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     if not all(torch.equal(alone, other) for other in beside):
         is_fused = group.get("fused") and parameter.dtype == torch.float32
         raise _mixes(name, "drop fused=True" if is_fused else _cure(parameter, "AdamW, Adam, SGD"))
+    if beside:  # it can be tried
+        with torch.random.fork_rng(devices=[]):
+            trial, states = _trained(optimizer, group, parameter, _NEIGHBORS[-1])
+        for scope, value in states.items():
+            if isinstance(value, Tensor) and value.ndim:  # a number belongs to all rows
+                require_row_each(scope, value, "experts", trial)
 
 
 def _cure(parameter: nn.Parameter, optimizers: str) -> str:
@@ -289,7 +297,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter)
     """Return a row after some steps, alone and beside others; empty if the optimizer cannot be tried."""
     try:
         with torch.random.fork_rng(devices=[]):
-            return [_updated(optimizer, group, parameter, slots) for slots in (1, *_NEIGHBORS)]
+            return [_trained(optimizer, group, parameter, slots)[0][-1] for slots in (1, *_NEIGHBORS)]
     except Exception as error:  # of a class that we do not know, on parameters that are not its own
         rank_zero_warn(
             f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so whether it "
@@ -314,8 +322,10 @@ def _outline(parameter: nn.Parameter) -> tuple[int, int, torch.dtype]:
     return parameter.ndim, parameter[:1].numel() % _VECTOR, parameter.dtype
 
 
-def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, slots: int) -> Tensor:
-    """Return an expert after some steps in the last of so many slots, whose other rows are random."""
+def _trained(
+    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, slots: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return so many slots after some steps, an expert in the last and random rows in the others, and their states."""
     ndim, rest, dtype = _outline(parameter)
     shape = [1] * (ndim - 2) + [_VECTOR + rest]
 
@@ -329,7 +339,7 @@ def _updated(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Paramete
     for step in range(_STEPS):
         trial.grad = rows(1 + step) * 10.0**step
         replica.step(lambda: 0.0)
-    return trial.detach()[-1]
+    return trial.detach(), replica.state.get(trial, {})
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Optimizer:

@@ -78,6 +78,15 @@ class EightBit(Lion):
                 p.sub_(group["lr"] * momentum)
 
 
+class Counted(Lion):
+    """One whose count of steps is a vector of one number."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("step", torch.zeros(1)).add_(1)
+
+
 class Unknown(Lion):
     """One whose constructor asks for more than its options."""
 
@@ -130,6 +139,12 @@ def test_optimizers_that_quantize_large_states_are_refused() -> None:
     stack = nn.Parameter(torch.randn(8, 16, 64))
     with pytest.raises(ConfigurationError, match="EightBit updates an expert differently beside other experts"):
         require_updates_by_expert([EightBit([stack])], [stack])
+
+
+def test_states_without_a_row_for_each_expert_are_refused() -> None:
+    parameters = stacks()
+    with pytest.raises(ConfigurationError, match=r"'step' of experts has shape \[1\], which cannot be cut by expert"):
+        require_updates_by_expert([Counted(parameters)], parameters)
 
 
 def test_in_half_precision_another_cure_is_named() -> None:
