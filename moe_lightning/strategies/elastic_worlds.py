@@ -29,7 +29,8 @@ from moe_lightning.checkpoint.full_state import broadcast_frozen
 from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan
-from moe_lightning.data.loader import leave_schedule
+from moe_lightning.compat import private_torch
+from moe_lightning.data.loader import leave_schedule, outline_of
 from moe_lightning.elastic.client_state import WorldTooSmall
 from moe_lightning.elastic.faults import (
     MEMBERS_CHANGE,
@@ -59,6 +60,7 @@ from moe_lightning.strategies.recovery import (
     restore_missing,
     set_up_data,
 )
+from moe_lightning.strategies.step_data import require_same_data
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import RecoveryReport, Worlds, call_hook
 
@@ -383,6 +385,8 @@ class ElasticWorlds:
                     is_first, self.is_newcomer = False, self._follows_a_lost_world()
                     if self.is_newcomer:
                         continue
+                if not must_recover:
+                    self._require_same_data()
                 self._wait_for_ranks()
                 leave_schedule(trainer)
                 fit()
@@ -454,6 +458,16 @@ class ElasticWorlds:
         if is_later and world.is_connected:
             store_barrier(self.engine.store, "go back to what was saved", world.size, timeout_s)
         return is_later
+
+    def _require_same_data(self) -> None:
+        """Compare the data of ranks that begin together; those that join later compare them with the position that
+        they adopt. Collective. Raises as `require_same_data`.
+        """
+        trainer = self._state.trainer
+        loaders = private_torch.tree_leaves([trainer.train_dataloader, trainer.val_dataloaders])
+        outlines = all_gather_json([outline_of(loader) for loader in loaders], self._strategy.worlds.present)
+        for of_ranks in zip(*outlines, strict=False):
+            require_same_data(of_ranks)
 
     def _hand_over(self, reason: str) -> bool:
         """Transfer the state that only leaving ranks hold to the others, before they leave on notice or because the

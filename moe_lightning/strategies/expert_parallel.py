@@ -731,7 +731,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 or ranks have other data.
         """
         assert self.lightning_module is not None
-        if self.world.size > 1 and not self.worlds.is_elastic:  # a rank that joins later would ask alone
+        if self.world.size > 1 and not self.worlds.is_elastic:  # else `ElasticWorlds.run`: who joins would ask alone
             require_same_data(all_gather_json(outline_of(dataloader), self.world))
         return self.step_data.cut(dataloader, self.lightning_module.trainer)
 

@@ -317,6 +317,7 @@ def train_elastically(
     plateau: bool = False,
     trainer_options: dict[str, Any] | None = None,
     stream: bool = False,
+    samples: Sequence[int] = (),
 ) -> None:
     """One worker: train the tiny model, leave losses, states and recoveries in files.
 
@@ -325,6 +326,7 @@ def train_elastically(
         validate: after every epoch of 96 // global_batch micro-batches.
         plateau: halve the learning rate after every validation but the first.
         stream: train on a stream without a state.
+        samples: in the data of each worker; (): as many as `RandomTokens` has.
     """
     fault_recovery = FaultRecovery(**(recovery or {}))
     extra = callbacks(folder) if callbacks is not None else []
@@ -344,7 +346,7 @@ def train_elastically(
     kind = PlateauModule if plateau else GPTModule
     module = kind({**TINY, **(model or {})}, optimizer=OptimizerConfig(**{"lr": 3e-3} | (optimizer or {})))
     held_out = DataLoader(RandomTokens(30), batch_size=10) if validate else None
-    data = TokenStream() if stream else RandomTokens()
+    data = TokenStream() if stream else RandomTokens(*samples[worker : worker + 1])
     trainer.fit(module, DataLoader(data, batch_size=global_batch, shuffle=None if stream else True), held_out)
     reports = [vars(report) for report in fault_recovery.reports]
     result = {"steps": trainer.global_step, "reports": reports, "world_size": trainer.world_size, "plt": _plt(trainer)}

@@ -75,6 +75,14 @@ def test_a_refused_connection_of_the_users_ends_its_rank_once(tmp_path: Path, ca
         assert len(run.recoveries(codes.index(0))) == 1
 
 
+def test_data_that_differ_between_the_first_ranks_are_refused(tmp_path: Path) -> None:
+    with elastic_run(tmp_path, workers=2, steps=2, samples=(24, 26)) as run:
+        ends(run, {0, 1})
+        assert {process.exitcode for process in run.processes.values()} == {1}
+        assert "samples of RandomTokens and rank 1" in run.words()
+        assert not any(path.read_text() for path in tmp_path.glob("diary-*")), "no step was made"
+
+
 def test_unused_parameters_are_named_before_replicas_that_differ_by_them(tmp_path: Path) -> None:
     with elastic_run(tmp_path, workers=2, steps=6, callbacks=unused) as run:
         ends(run, {0, 1})
