@@ -131,10 +131,13 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
         raise ConfigurationError(
             f"{root} has {len(classes)} class folders, and a classifier needs two: put images into {root}/CLASS/"
         )
-    parts = [match for name in _subfolders(path) if (match := _PART.fullmatch(name))]
+    names = _subfolders(path)
+    shared = os.path.commonprefix(names)  # noqa: RUF071 - letters are meant: of seg_train and seg_test
+    start = 1 + max(shared.rfind(mark) for mark in " _-")
+    parts = [match for name in names if (match := _PART.fullmatch(name, start))]
     if root == path and len(parts) > 1:
         raise ConfigurationError(
-            f"{path} has the folders {', '.join(part[0] for part in parts)}, which are parts of a data set and no "
+            f"{path} has the folders {', '.join(part.string for part in parts)}, which are parts of a data set and no "
             "classes: name the folder of the training images train, and that of the images to validate on val"
         )
     found = _files(root, classes, classes)
@@ -146,7 +149,7 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
                 f"{path / 'val'} has the class {unknown[0]!r}, which {root} has not: give both the same class folders"
             )
         return ImageFolder(classes=classes, train=found, val=_files(path / "val", held_out, classes))
-    if root != path and (unused := next((part[0] for part in parts if part[1]), None)):
+    if root != path and (unused := next((part.string for part in parts if part[1]), None)):
         rank_zero_warn(f"{path / unused} is not used: name it val to validate on its images")
     train, val = _split(found.classes, val_fraction, seed)
     if not len(val) or not len(train):

@@ -103,6 +103,7 @@ def test_a_share_of_each_class_is_held_out(root: str, tmp_path: Path) -> None:
         ({"Training/a": 2, "Training/b": 2, "Testing/a": 2}, "Testing, Training, which are parts .*: name .* train"),
         ({"train_set/a": 2, "validation_set/a": 2, "extra": 2}, "train_set, validation_set, which are parts"),
         ({"Train/a": 2, "Val/a": 2}, "Train, Val, which are parts"),
+        ({"seg_train/a": 2, "seg_test/a": 2, "seg_pred/a": 1}, "seg_test, seg_train, which are parts"),
     ],
 )
 def test_wrong_folders(counts: dict[str, int], message: str, tmp_path: Path) -> None:
