@@ -538,7 +538,11 @@ def _numbers(summary: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, st
         if name not in numbers and metric in last:
             numbers[name] = last[metric]
     found = [(title, form.format(numbers[name])) for name, (title, form) in _CARDS.items() if name in numbers]
-    found.append(("recoveries from lost ranks", f"{len(metrics.get('recovery/lost_rank', {})):,}"))
+    lost = metrics.get("recovery/lost_rank", {})
+    found.append(("recoveries from lost ranks", f"{len(lost):,}"))
+    if lost:
+        total_ms = metrics.get("recovery/total_ms", {})
+        found.append(("time of these recoveries", f"{sum(total_ms.get(step, 0.0) for step in lost) / 1e3:,.1f} s"))
     if "checkpoint/plt" in last:
         found.append(("lost tokens (PLT)", f"{100 * last['checkpoint/plt']:.4g} %"))
     return found
