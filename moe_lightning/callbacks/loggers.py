@@ -257,7 +257,7 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         chosen = os.environ.get("WANDB_RUN_ID")
         private_lightning.name_wandb_run(self, lambda folder: chosen or persistent_run_id(folder))
         run = super().open()
-        self._rows = count_in(self._counter)
+        self._rows = int(number_in(self._counter, 0))
         if self._rows and run.offline:
             run.log({}, step=self._rows, commit=False)
         return run
@@ -296,20 +296,12 @@ def persistent_run_id(folder: Path) -> str:
     return run_id
 
 
-def count_in(path: Path) -> int:
-    """Return the number in a file; 0 where there is none."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def lowest_loss_in(path: Path) -> float:
-    """Return the loss in a file; infinity where there is none."""
+def number_in(path: Path, default: float) -> float:
+    """Return the number in a file; the default where there is none."""
     try:
         return float(path.read_text())
     except (OSError, ValueError):
-        return math.inf
+        return default
 
 
 def has_wandb_login() -> bool:
@@ -435,7 +427,7 @@ class CheckpointUploads:
             for name, place in files.items():
                 artifact.add_reference(str(place), name=name, checksum=False)  # the manifest has checksums
         loss = metadata.get("val/loss", math.inf)
-        is_best = loss < lowest_loss_in(self._best)
+        is_best = loss < number_in(self._best, math.inf)
         aliases = ["latest", step_alias(details["step"])]
         run.log_artifact(artifact, aliases=[*aliases, "best"] if is_best else aliases)
         if is_best:
