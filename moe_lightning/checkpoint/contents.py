@@ -210,28 +210,26 @@ class SnapshotContents:
         self.k_snapshot = max(self.k_snapshot, self.k_persist)
 
     def adapt(self, times: MeasuredTimes) -> AdaptiveConfiguration:
-        """Choose K_snapshot, K_persist and the interval from measured times, the same on every rank; the next
-        checkpoint holds everything, because turns are counted from one that does.
+        """Choose the interval from measured times, the same on every rank, and K_snapshot where the settings leave it
+        open; the next checkpoint holds everything, because turns are counted from one that does.
         """
         experts, settings = self.num_experts, self._settings
         copied = written = times.copied_bytes
         if settings.lossless:
             windows = {k: self._state.window_bytes(k, self._computed_in) for k in copied}
             copied, written = ({k: of(sizes) for k, sizes in windows.items()} for of in (max, sum))
-        size = self._state.world_size
+        is_open = settings.k_snapshot == "auto" or (settings.lossless and settings.k_snapshot is None)
         adapted = adapt(
             snapshot_s=lambda k: times.copy_s * copied[k] / copied[experts],
             persist_s=lambda k: times.persist_s * written[k] / written[experts],
             step_s=times.step_s,
             overlap_s=times.overlap_s,
-            num_layers=self._state.num_layers,
             num_experts=experts,
-            ep_size=size if experts % size == 0 else 1,
             failure_rate_per_s=settings.failures_per_hour / 3600.0,
-            k_persist=experts if settings.lossless else settings.k_persist or 1,
+            k_snapshot=None if is_open else self.k_snapshot,
+            k_persist=self.k_persist,
         )
-        self.k_snapshot = adapted.k_snapshot
-        self.k_persist = min(settings.k_persist or adapted.k_persist, self.k_snapshot)
+        self.k_snapshot, self.k_persist = adapted.k_snapshot, adapted.k_persist
         self._is_next_full = True
         return adapted
 

@@ -105,11 +105,12 @@ def adapt(
     persist_s: Callable[[int], float],
     step_s: float,
     overlap_s: float,
-    num_layers: int,
     num_experts: int,
-    ep_size: int,
+    num_layers: int = 1,
+    ep_size: int = 1,
     failure_rate_per_s: float = 0.0,
     restart_s: float = 0.0,
+    k_snapshot: int | None = None,
     k_persist: int = 1,
 ) -> AdaptiveConfiguration:
     """Choose K_snapshot, K_persist and the interval from measured times (MoC-System 5.3).
@@ -119,14 +120,18 @@ def adapt(
         persist_s: the same for writing to storage.
         step_s: an iteration without checkpointing.
         overlap_s: forward and backward.
+        num_layers, ep_size: layers, and ranks that write their experts, for the growth of K_persist; 1 and 1: it does
+            not grow.
+        k_snapshot: experts of a layer that are copied; None: the most that hide under forward and backward, 1 if none
+            does.
         k_persist: the smallest K_persist wanted; grown while the busiest rank writes no more experts.
 
     Returns:
-        The largest K_snapshot that hides under forward and backward (1 if none does), K_persist <= K_snapshot, and the
-        interval.
+        K_snapshot, K_persist <= K_snapshot, and the interval of least cost; without a failure rate the shortest one
+        that storage can follow.
     """
-    hidden = [k for k in range(1, num_experts + 1) if snapshot_s(k) <= overlap_s]
-    k_snapshot = max(hidden, default=1)
+    if k_snapshot is None:
+        k_snapshot = max((k for k in range(1, num_experts + 1) if snapshot_s(k) <= overlap_s), default=1)
     # Spare capacity is free: as many as keep the number on the busiest rank.
     busiest = -(-min(k_persist, k_snapshot) * num_layers // ep_size)
     k_persist = min(k_snapshot, num_experts, max(k_persist, busiest * ep_size // num_layers))

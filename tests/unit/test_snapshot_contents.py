@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning.checkpoint.contents import SnapshotContents
+from moe_lightning.checkpoint.contents import MeasuredTimes, SnapshotContents
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.dispatch.placement import Placement
@@ -51,11 +53,14 @@ class AssigningMomentum(torch.optim.Optimizer):
 class Run:
     """A model of one rank that makes updates.
 
+    Args:
+        settings: of its checkpoints.
+
     Attributes:
         contents: of its snapshots.
     """
 
-    def __init__(self, *, lossless: bool = False) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.model = Model()
         groups = [[p for p in self.model.parameters() if p.requires_grad]]
         self.optimizer = AssigningMomentum(groups[0])
@@ -66,8 +71,7 @@ class Run:
         self.state = TrainingState(
             self.model, [stack], [(self.optimizer, groups)], state_ranks={}, rank=0, world_size=1
         )
-        settings = CheckpointSettings(every_n_steps=1, k_snapshot=1 if lossless else None, lossless=lossless)
-        self.contents = SnapshotContents(self.state, settings)
+        self.contents = SnapshotContents(self.state, CheckpointSettings(**{"every_n_steps": 1, **settings}))
         self.ledger = CheckpointLedger(
             num_layers=1,
             num_experts=EXPERTS,
@@ -122,7 +126,7 @@ def test_a_snapshot_holds_tensors_that_were_bound_since_the_last_one(change: Cal
 
 
 def test_later_steps_of_a_window_hold_tensors_that_were_bound_since_its_first() -> None:
-    run = Run(lossless=True)
+    run = Run(lossless=True, k_snapshot=1)
     run.saved(1)  # everything
     run.optimizer.step()
     run.saved(2)
@@ -149,3 +153,33 @@ def test_states_that_were_dropped_are_in_no_snapshot() -> None:
     saved = run.saved(2)
     assert saved.keys() == {key for key in run.live() if "momentum" not in key}
     assert torch.equal(saved["dense/dense.weight/weight"], run.model.dense.weight)
+
+
+ONE_HIDES = MeasuredTimes(copy_s=3.0, persist_s=9.0, step_s=2.0, overlap_s=1.0, copied_bytes={1: 1, 2: 2, 3: 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "k_snapshot", "k_persist", "interval"),
+    [
+        ({}, 3, 3, 5),
+        ({"k_snapshot": 2}, 2, 2, 3),
+        ({"k_snapshot": 2, "k_persist": 1}, 2, 1, 2),
+        ({"k_persist": 2}, 3, 2, 3),
+        ({"k_snapshot": "auto"}, 1, 1, 2),
+        ({"k_snapshot": "auto", "k_persist": 2}, 1, 1, 2),
+        ({"k_snapshot": 2, "lossless": True}, 2, 2, 5),
+    ],
+)
+def test_an_automatic_interval_leaves_the_numbers_of_experts_that_were_asked_for(
+    settings: dict[str, Any], k_snapshot: int, k_persist: int, interval: int
+) -> None:
+    contents = Run(every_n_steps="auto", **settings).contents
+    adapted = contents.adapt(ONE_HIDES)
+    assert (contents.k_snapshot, contents.k_persist) == (k_snapshot, k_persist)
+    assert adapted.interval_steps == interval, "each is written before the next begins"
+
+
+def test_all_experts_that_hide_are_written_where_nothing_else_is_asked_for() -> None:
+    contents = Run(k_snapshot="auto").contents
+    contents.adapt(replace(ONE_HIDES, overlap_s=2.0))
+    assert (contents.k_snapshot, contents.k_persist) == (2, 2)
