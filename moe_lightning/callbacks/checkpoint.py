@@ -89,26 +89,44 @@ class StepTimes:
     """Seconds of the last step, of its passes up to the update, and of waits for snapshots.
 
     Attributes:
-        step_s, overlap_s: of the step; of its last micro-batch's passes, under which copies hide.
+        step_s, overlap_s: of the step, without saves, waits for them, and validations; of the passes of all its
+            micro-batches, under which copies hide.
         stall_s: that training has waited for snapshots since it was last taken.
     """
 
     def __init__(self) -> None:
-        self.step_s = self.overlap_s = self.stall_s = 0.0
-        self._batch_began = self._step_ended = time.perf_counter()
+        self.step_s = self.overlap_s = self.stall_s = self._left_out_s = 0.0
+        self._passes_began: float | None = None
+        self._batch_ended = self._step_ended = self._now()
 
     def begin_batch(self) -> None:
-        """A micro-batch begins."""
-        self._batch_began = time.perf_counter()
+        """A micro-batch begins; the first one of a step begins its passes."""
+        if self._passes_began is None:
+            self._passes_began = self._now()
 
     def begin_update(self) -> None:
-        """The passes have ended."""
-        self.overlap_s = time.perf_counter() - self._batch_began
+        """The passes have ended; later optimizers of the step change nothing."""
+        if self._passes_began is not None:
+            self.overlap_s, self._passes_began = self._now() - self._passes_began, None
 
-    def end_step(self) -> None:
-        """The step is made."""
-        now = time.perf_counter()
-        self.step_s, self._step_ended = now - self._step_ended, now
+    def wait(self, seconds: float) -> None:
+        """Training has waited for a snapshot."""
+        self.stall_s += seconds
+        self._left_out_s += seconds
+
+    def end_batch(self, *, is_update: bool) -> None:
+        """The micro-batch has ended, and with its update the step."""
+        self._batch_ended = self._now()
+        if is_update:
+            self.step_s, self._step_ended = self._batch_ended - self._step_ended, self._batch_ended
+            self._passes_began = None  # of a step without an update
+
+    def skip(self) -> None:
+        """Leave out what came after the last micro-batch, such as a save or a validation."""
+        self._left_out_s += self._now() - self._batch_ended
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._left_out_s
 
     def take_stall(self) -> float:
         """Return `stall_s`, and count anew."""
@@ -288,7 +306,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _wait_for_copy(self) -> float:
         """Finish the copy of the last snapshot, and return the seconds that training has waited for it."""
         stall_s = self.session.wait_before_update() if self.session is not None else 0.0
-        self._times.stall_s += stall_s
+        self._times.wait(stall_s)
         return stall_s
 
     # ------------------------------------------------------------------ another world
@@ -368,6 +386,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.lost.counts.add(stages_of(trainer))
         is_update = not private_lightning.is_accumulating(trainer)
+        self._times.end_batch(is_update=is_update)
         if is_update:
             self.lost.counts.end_step(is_skipped=_strategy(trainer).update.is_skipped)
         if self._windows is not None:
@@ -375,7 +394,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         saved_at = self._saved_at
         if saved_at in (None, trainer.global_step) or not is_update or self._keeps_nothing(trainer):
             return
-        self._times.end_step()
         if _strategy(trainer).update.is_replaced:
             self._close(wait=False)  # no later checkpoint holds anything of the updates that were taken back
         if self.session is not None:
@@ -387,6 +405,11 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())
         elif self.session is None or self.session.in_window or trainer.global_step - saved_at >= self._interval():
             self.save(trainer, pl_module)
+        self._times.skip()
+
+    @override
+    def on_validation_end(self, *_: Any) -> None:
+        self._times.skip()
 
     def _keeps_nothing(self, trainer: pl.Trainer) -> bool:
         """True if the state is not complete yet after a restore, or Lightning only runs a sanity check."""
