@@ -497,16 +497,17 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _adapt(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         session = self.session
         assert session is not None
-        if not self._settings.adapts or self.lost.checkpoint_ledger is None:
+        if not self._settings.adapts:
             return
         if session.adapt(overlap_s=self._times.overlap_s, step_s=self._times.step_s):
             contents = session.contents
             self.lost.choose_k(trainer, contents, interval=self._interval())
+            numbers = f"K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, "
             rank_zero_info(
-                f"checkpoints from now on: K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, "
-                f"every {self._interval()} steps (copies hide under {1e3 * self._times.overlap_s:.0f} ms)"
+                f"checkpoints from now on: {numbers if contents.num_experts else ''}every {self._interval()} steps "
+                f"(copies hide under {1e3 * self._times.overlap_s:.0f} ms)"
             )
-            if self._settings.lossless:  # another session has room for windows of this length
+            if self._settings.lossless and contents.num_experts:  # another session has room for windows of this length
                 interval, k = self._interval(), contents.k_snapshot
                 self._settings = replace(self._settings, every_n_steps=interval, k_snapshot=k)
                 self._close(wait=False)

@@ -46,7 +46,7 @@ class MeasuredTimes:
         copy_s, persist_s: to copy it and to write it.
         step_s: of a step.
         overlap_s: of the passes under which copies hide, the shortest of all ranks.
-        copied_bytes: by K, what the busiest rank copies of K experts a layer.
+        copied_bytes: by K from 0, what the busiest rank copies of K experts a layer.
     """
 
     copy_s: float
@@ -215,8 +215,8 @@ class SnapshotContents:
         """
         experts, settings = self.num_experts, self._settings
         copied = written = times.copied_bytes
-        if settings.lossless:
-            windows = {k: self._state.window_bytes(k, self._computed_in) for k in copied}
+        if settings.lossless and experts:
+            windows = {k: self._state.window_bytes(k, self._computed_in) for k in copied if k}
             copied, written = ({k: of(sizes) for k, sizes in windows.items()} for of in (max, sum))
         is_open = settings.k_snapshot == "auto" or (settings.lossless and settings.k_snapshot is None)
         adapted = adapt(

@@ -131,7 +131,8 @@ def adapt(
         that storage can follow.
     """
     if k_snapshot is None:
-        k_snapshot = max((k for k in range(1, num_experts + 1) if snapshot_s(k) <= overlap_s), default=1)
+        hidden = [k for k in range(1, num_experts + 1) if snapshot_s(k) <= overlap_s]
+        k_snapshot = max(hidden, default=min(1, num_experts))
     # Spare capacity is free: as many as keep the number on the busiest rank.
     busiest = -(-min(k_persist, k_snapshot) * num_layers // ep_size)
     k_persist = min(k_snapshot, num_experts, max(k_persist, busiest * ep_size // num_layers))

@@ -267,7 +267,7 @@ class CheckpointSession:
             return False
         report, status = self._snapshotter.finish(), self.status()
         committed = report is not None and status.committed_session == self._opening.session
-        own_bytes = [self.contents.rank_bytes(k) for k in range(1, self.contents.num_experts + 1)]
+        own_bytes = [self.contents.rank_bytes(k) for k in range(self.contents.num_experts + 1)]
         times = [int(committed), report.copy_s if report else 0.0, status.persist_s, overlap_s, step_s, own_bytes]
         gathered = all_gather_json(times, self._world)
         if not all(entry[0] for entry in gathered):
@@ -279,7 +279,7 @@ class CheckpointSession:
                 persist_s=persist_s,
                 step_s=step_s,
                 overlap_s=min(entry[3] for entry in gathered),
-                copied_bytes={k: max(sizes) for k, sizes in enumerate(zip(*(e[5] for e in gathered), strict=True), 1)},
+                copied_bytes={k: max(sizes) for k, sizes in enumerate(zip(*(e[5] for e in gathered), strict=True))},
             )
         )
         return True

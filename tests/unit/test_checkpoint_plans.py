@@ -184,8 +184,9 @@ def test_overhead_at_the_best_interval_is_youngs() -> None:
         # One expert on a rank anyway: 5 * 12 still fit 64 ranks.
         (lambda k: 0.1, lambda k: 1.0, (12, 16, 64), 16, 5, 1, 0.0),
         (lambda k: 9.0 * k, lambda k: 0.1, (2, 4, 2), 1, 1, 1, 8.45),
+        (lambda k: 0.5, lambda k: 2.5, (1, 0, 2), 0, 0, 3, 0.0),
     ],
-    ids=["some hide", "spare capacity", "nothing hides"],
+    ids=["some hide", "spare capacity", "nothing hides", "dense"],
 )
 def test_adaptive_configuration(
     snapshot_s: Callable[[int], float],

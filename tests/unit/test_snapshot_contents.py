@@ -155,7 +155,7 @@ def test_states_that_were_dropped_are_in_no_snapshot() -> None:
     assert torch.equal(saved["dense/dense.weight/weight"], run.model.dense.weight)
 
 
-ONE_HIDES = MeasuredTimes(copy_s=3.0, persist_s=9.0, step_s=2.0, overlap_s=1.0, copied_bytes={1: 1, 2: 2, 3: 3})
+ONE_HIDES = MeasuredTimes(copy_s=3.0, persist_s=9.0, step_s=2.0, overlap_s=1.0, copied_bytes={0: 0, 1: 1, 2: 2, 3: 3})
 
 
 @pytest.mark.parametrize(
