@@ -246,6 +246,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         # The step of the last checkpoint, at which its window began; None: no step has begun in this world yet. Ranks
         # then end the last one, each what it has left of it, so a checkpoint would be begun by some of them only.
         self._saved_at: int | None = None
+        self._began_at = 0  # the step of the checkpoint before the session
         self._mark = WorldMark(self._root)
 
     # ------------------------------------------------------------------ resuming
@@ -417,10 +418,13 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         return is_replaying or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     def _interval(self) -> int:
+        """Steps between checkpoints. An automatic interval is chosen once the first checkpoint is committed; until then
+        it is the age of the session at the last one, because writing takes longer than that.
+        """
         if self._settings.every_n_steps != "auto":
             return self._settings.every_n_steps
         adapted = self.session.adapted if self.session is not None else None
-        return adapted.interval_steps if adapted is not None else 1
+        return adapted.interval_steps if adapted is not None else max(1, (self._saved_at or 0) - self._began_at)
 
     def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, full: bool = False) -> None:
         """Begin a checkpoint now, between two steps; every rank must call it."""
@@ -463,6 +467,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._is_saving = False
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
+        self._began_at = self._saved_at or 0
         state = strategy.state.training_state()
         restored = None if self.lost.has_begun else strategy.state.restored
         self.lost.begin(trainer, state, trainer.global_step - (self._saved_at or 0))

@@ -22,7 +22,7 @@ from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.lost_tokens import DynamicK
 from moe_lightning.checkpoint import agent_handle
-from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
+from moe_lightning.checkpoint.agent_handle import AgentStatus, agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import checkpoints, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
@@ -279,6 +279,48 @@ def test_adaptive_numbers_come_from_measured_times(root: Path, tmp_path: Path) -
     assert checkpoint is not None
     assert checkpoint.manifest.step == 40
     assert all(1 <= int(k) <= EXPERTS for k in k_path.read_text().split())
+
+
+class LateCommit(pl.Callback):
+    """Training learns only after `step` that a checkpoint is committed.
+
+    Attributes:
+        snapshots: steps of those that were taken by then.
+        has_chosen: True once an interval is chosen.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.snapshots: set[int] = set()
+        self.has_chosen = False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        if session is None:
+            return
+        session.finish_copy()
+        if trainer.global_step <= self.step:
+            session.status = AgentStatus
+            self.snapshots.add(session.newest_step)
+        if trainer.global_step == self.step:
+            del session.status
+            wait_until(lambda: session.status().committed_step is not None, "nothing is committed")
+        self.has_chosen = session.adapted is not None
+
+
+def train_with_late_commit(rank: int, world_size: int, *, root: Path, **options: Any) -> tuple[set[int], bool]:
+    late = LateCommit(10)
+    callbacks = [saver(root, every_n_steps="auto"), late]
+    train(rank, world_size, callbacks=callbacks, trainer=WITH_CHECKPOINTS, steps=17, **options)
+    return late.snapshots, late.has_chosen
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, slow(0)])
+def test_an_automatic_interval_awaits_the_first_commit(root: Path, experts: int) -> None:
+    options: dict[str, Any] = {"root": root, "model": {"num_experts": experts}}
+    snapshots, has_chosen = run_ranks(1, partial(train_with_late_commit, **options))[0]
+    assert snapshots == {1, 2, 4, 8}, "the interval grows until it is chosen"
+    assert has_chosen
 
 
 def test_random_generators_continue(root: Path) -> None:
