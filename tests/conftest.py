@@ -79,6 +79,17 @@ def _this_workers_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> 
         yield Path(name)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _yaml_in_c() -> Iterator[None]:
+    """Hydra reads sixteen files for each composition, half of its time in Python's parser; commands that are forked
+    keep that one."""
+    import yaml
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        yield
+
+
 @pytest.fixture(scope="module")
 def s3_port() -> Iterator[int]:
     """Of an S3 server."""
