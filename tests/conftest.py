@@ -40,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if name in item.path.parts), -1))
 
 
+def pytest_collectstart() -> None:
+    """Leave garbage collection out of imports: what they make stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Take modules and tests out of garbage collection, because every Trainer that ends collects all that is left; let
     the server of forks import all that ours need, whatever the modules of tests have set."""
@@ -49,6 +54,7 @@ def pytest_collection_finish() -> None:
     FORKS.set_forkserver_preload(PRELOADED)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

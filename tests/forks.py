@@ -17,6 +17,7 @@ from typing import Any
 FORKS = multiprocessing.get_context("forkserver")
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 PRELOADED = [
+    "tests.uncollected",  # first
     "lightning.pytorch",
     "torch._dynamo",
     "torch._subclasses.fake_tensor",

@@ -7,3 +7,4 @@ import gc
 
 gc.collect()
 gc.freeze()
+gc.enable()

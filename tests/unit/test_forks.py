@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
 from tests.distributed.harness import run_pooled
+
+
+def collects(rank: int, world_size: int) -> bool:
+    return gc.isenabled()
 
 
 def visited(rank: int, world_size: int, keeps_thread: bool) -> tuple[int, str | None]:
@@ -24,3 +29,8 @@ def test_pooled_ranks_are_used_again_unless_they_keep_a_thread() -> None:
     after = run_pooled(2, visited, False)
     assert kept not in dict(after)
     assert {variable for _, variable in (*first, *after)} == {None}
+
+
+def test_garbage_is_collected_in_tests_and_in_forks() -> None:
+    assert gc.isenabled()
+    assert run_pooled(1, collects) == [True]
