@@ -55,6 +55,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000, 10, 10)  # most of what a test makes dies with it
 
 
 def pytest_unconfigure() -> None:
