@@ -19,12 +19,12 @@ from moe_lightning.cli.bench import COMMANDS
 from moe_lightning.cli.composition import config_folder, with_quotes
 from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands, lines
 
-TRAINING = [
-    pytest.param(arguments, id=f"{path.name}: {' '.join(arguments)}"[:100])
+TRAINING = {
+    tuple(arguments): pytest.param(arguments, id=f"{path.name}: {' '.join(arguments)}"[:100])
     for path in (*PAGES, *RECIPES)
     for arguments in commands(path, "moe-train")
     if not any(argument.startswith(("--", "-sc")) for argument in arguments)
-]
+}
 
 GENERATED = [
     f"{folder}generated/{name}.md"
@@ -55,7 +55,7 @@ STRATEGIES = ROOT / "moe_lightning" / "strategies"
 
 
 @pytest.mark.usefixtures("_configuration")
-@pytest.mark.parametrize("arguments", TRAINING)
+@pytest.mark.parametrize("arguments", TRAINING.values())
 def test_training_commands_compose(arguments: list[str]) -> None:
     overrides = [with_quotes(argument) for argument in arguments if argument != "-m"]
     swept = [override for override in overrides if re.fullmatch(r"[\w.]+=[\w.${}-]+(,[\w.${}-]+)+", override)]
