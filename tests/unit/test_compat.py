@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torchmetrics
 
 from moe_lightning.compat import private_torch
+from tests.test_layers import nodes_of
 
 PACKAGE = Path(__file__).parents[2] / "moe_lightning"
 COMPAT = tuple(path for path in sorted((PACKAGE / "compat").glob("*.py")) if path.name != "__init__.py")
@@ -221,17 +222,12 @@ def assigned(owner: type) -> Iterator[str]:
 
 @cache
 def assigned_in(file: Path, name: str) -> frozenset[str]:
-    bodies = [n for n in ast.walk(tree(file)) if isinstance(n, ast.ClassDef) and n.name == name]
+    bodies = [n for n in nodes_of(file) if isinstance(n, ast.ClassDef) and n.name == name]
     nodes = [node for body in bodies for node in ast.walk(body)]
     on_self = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     return frozenset(
         on_self | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and type(n.target) is ast.Name}
     )
-
-
-@cache
-def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
 
 
 @pytest.mark.parametrize("name", sorted(PROPERTIES))
@@ -415,7 +411,7 @@ def test_a_trainer_keeps_whether_it_validates_by_time() -> None:
 def private_names(file: Path, *, own: bool = True) -> Iterator[tuple[int, str]]:
     """Line and name of every private attribute, imported name and attribute given as a string; with `own`, of functions
     and of attributes of `self` and `cls`, too."""
-    for node in ast.walk(tree(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if own or not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield node.lineno, node.attr
@@ -503,7 +499,7 @@ OF_OTHER_LIBRARIES = {
 
 def defined_names(file: Path) -> set[str]:
     """Private names that a file of ours defines: functions, classes, fields, and attributes that it sets on `self`."""
-    nodes = list(ast.walk(tree(file)))
+    nodes = nodes_of(file)
     given = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     given |= {
         n.attr
@@ -540,7 +536,7 @@ def lightning_names() -> frozenset[str]:
 def inherited(file: Path) -> frozenset[str]:
     """Private names that the classes of a file have from Lightning."""
     module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
-    classes = [node.name for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef) and node.bases]
+    classes = [node.name for node in nodes_of(file) if isinstance(node, ast.ClassDef) and node.bases]
     if not classes or "lightning.pytorch" not in file.read_text():
         return frozenset()
     found_names = set[str]()
@@ -550,9 +546,7 @@ def inherited(file: Path) -> frozenset[str]:
             if base.__module__.startswith("lightning."):
                 path = inspect.getsourcefile(base)
                 assert path is not None
-                body = next(
-                    n for n in ast.walk(tree(Path(path))) if isinstance(n, ast.ClassDef) and n.name == base.__name__
-                )
+                body = next(n for n in nodes_of(Path(path)) if isinstance(n, ast.ClassDef) and n.name == base.__name__)
                 found_names |= {n.name for n in ast.walk(body) if isinstance(n, ast.FunctionDef)}
                 found_names |= assigned_in(Path(path), base.__name__)
     return frozenset(name for name in found_names if is_private(name))
