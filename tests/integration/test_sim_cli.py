@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, config_folder
 from moe_lightning.cli.sim import main
+from moe_lightning.cli.simulation import HEAD
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import MeshSpec
@@ -52,7 +53,8 @@ def test_same_seed_same_output(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_only_a_recipe_of_moe_sim_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipes" / "mine.yaml"
-    assert main(["recommend", *FAST, f"recipe={path}"]) == 0
+    path.parent.mkdir()
+    path.write_text(f"{HEAD}moe-sim.\n")
     assert main(["recommend", *FAST, f"recipe={path}"]) == 0
     path.write_text("# @package _global_\ntrainer:\n  max_steps: 7\n")
     assert main(["recommend", *FAST, f"recipe={path}"]) == 2
@@ -114,6 +116,7 @@ def test_moe_train_accepts_what_is_recommended(
 ) -> None:
     path = tmp_path / "recipes" / "advised.yaml"
     assert main(["recommend", *FAST, *extra, f"recipe={path}"]) == 0
+    assert path.read_text().startswith(HEAD)
     printed = capsys.readouterr().out
     assert "choice" in printed
     assert "goodput" in printed
