@@ -19,7 +19,6 @@ from moe_lightning.checkpoint.storage.interface import exists
 from moe_lightning.cli.expert_edits import edit_file, least_loaded, parse_edits
 from moe_lightning.cli.saved_model import checkpoints_of
 from moe_lightning.cli.serving import form_of, measured_counts, plan_serving
-from moe_lightning.config import shown
 from moe_lightning.errors import CheckpointError, ConfigurationError
 
 
@@ -174,21 +173,20 @@ def _edit(arguments: argparse.Namespace, console: Console) -> int:
         arguments.target,
         lambda num_layers: parse_edits(num_layers, **words),
         loads_LE=loads_LE,
-        fold=arguments.fold,
-        noise=arguments.noise,
         batches=arguments.batches,
     )
     loss = "not measured: it needs the run's config.yaml and --batches above 0"
     if report.losses is not None:
         before, after = report.losses
         loss = f"{before:.6f} -> {after:.6f}, {report.batches} batches at most"
-    options = {"num_experts": report.experts[1]} | {f"router.{name}": value for name, value in report.router.items()}
-    keys = " ".join(f"model.{name}={shown(value)}" for name, value in options.items())
     facts = _facts(
         ("experts of a layer", f"{report.experts[0]} -> {report.experts[1]}"),
-        ("experts of a token", f"{report.top_k[0]} -> {report.top_k[1]}"),
         ("validation loss", loss),
-        ("go on with", f"the settings of the run, and run_name=NAME resume={arguments.target} {keys}"),
+        (
+            "go on with",
+            f"the settings of the run, and run_name=NAME resume={arguments.target} "
+            f"model.num_experts={report.experts[1]}",
+        ),
     )
     console.print(facts, soft_wrap=True)
     return 0

@@ -30,7 +30,7 @@ from annotated_types import Interval
 
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.cli.serving import ENGINES
-from moe_lightning.config import NonNegativeInt, Probability
+from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.user_errors import sentence_of_memory
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moe_lightning.checkpoint.storage.interface import Place
 
 _Times = Annotated[int, Interval(ge=1, le=1024)]
-"""GPUs that share experts, or copies of each: beyond, planning takes hours."""
+"""GPUs that share experts: beyond, planning takes hours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,8 +122,6 @@ def _add_edits(edit: argparse.ArgumentParser) -> None:
         edit.add_argument(f"--{kind}", nargs="+", default=[], metavar="E", help=help_)
     edit.add_argument("--prune-least", type=value(Count), metavar="N", help="prune the N with fewest tokens of a layer")
     edit.add_argument("--loads", type=input_file, help="a run's routing_trace.npz or expert_load.csv, for shares")
-    edit.add_argument("--fold", type=value(_Times), default=1, metavar="N", help="N of each expert, top_k times N")
-    edit.add_argument("--noise", type=value(Probability), default=0.0, help="relative noise on copies (default: 0)")
     edit.add_argument(
         "--batches", type=value(NonNegativeInt), default=8, metavar="N", help="of the report (default: 8)"
     )

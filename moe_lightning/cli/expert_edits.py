@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,7 @@ class ExpertEdit:
 
 
 def edit_tables(
-    edits: Sequence[ExpertEdit], num_experts: int, loads_LE: NDArray[np.int64] | None, *, fold: int = 1
+    edits: Sequence[ExpertEdit], num_experts: int, loads_LE: NDArray[np.int64] | None
 ) -> list[NDArray[np.float64]]:
     """The table of each layer, see `ExpertEdit.table`; all of them have equally many rows.
 
@@ -102,7 +102,6 @@ def edit_tables(
         edits: one for each layer.
         num_experts: E, before.
         loads_LE: tokens of each expert; None: merged experts count equally.
-        fold: rows of all tables are there this many times.
 
     Raises:
         ConfigurationError: an edit that cannot be, loads of other sizes, or layers that would differ.
@@ -114,7 +113,7 @@ def edit_tables(
             f"the loads are of {loads_LE.shape} (layers, experts), the checkpoint has {(len(edits), num_experts)}: "
             "give those of its own run"
         )
-    tables = [np.tile(edit.table(loads_E), (fold, 1)) for edit, loads_E in zip(edits, loads_LE, strict=True)]
+    tables = [edit.table(loads_E) for edit, loads_E in zip(edits, loads_LE, strict=True)]
     sizes = {len(table) for table in tables}
     if len(sizes) > 1:
         raise ConfigurationError(
@@ -145,15 +144,11 @@ class EditReport:
 
     Attributes:
         experts: of a layer, before and after.
-        top_k: experts of a token, before and after.
-        router: its options that a training of the edited checkpoint needs.
         losses: validation loss of the same batches, before and after; None: the checkpoint's run is not known.
         batches: that it was measured on.
     """
 
     experts: tuple[int, int]
-    top_k: tuple[int, int]
-    router: Mapping[str, Any]
     losses: tuple[float, float] | None
     batches: int
 
@@ -164,8 +159,6 @@ def edit_file(
     edits: Callable[[int], Sequence[ExpertEdit]],
     *,
     loads_LE: NDArray[np.int64] | None = None,
-    fold: int = 1,
-    noise: float = 0.0,
     batches: int = 8,
 ) -> EditReport:
     """Write the edited checkpoint; the source stays as it is.
@@ -175,9 +168,6 @@ def edit_file(
         target: a file that does not exist.
         edits: of each MoE layer, asked with their number; afterwards all have equally many experts.
         loads_LE: tokens of each expert, for merged ones; None: they count equally.
-        fold: this many of every expert in the end, and as many times `top_k`: the same outputs.
-        noise: standard deviation of a relative change of the copies' weights, which parts copies that would learn the
-            same; it gives the same outputs up.
         batches: of validation, for the report.
 
     Raises:
@@ -190,34 +180,26 @@ def edit_file(
     checkpoint = read_file(source)
     module = _module(checkpoint, source)
     num_experts = module.config.num_experts
-    tables = edit_tables(edits(len(_layers(module))), num_experts, loads_LE, fold=fold)
+    tables = edit_tables(edits(len(_layers(module))), num_experts, loads_LE)
     _check(tables, module.config.router.top_k, source.stat().st_size)
-    edited = edit_checkpoint(checkpoint, module, tables, noise=noise)
-    hyper = edited["hyper_parameters"]["config"]
-    hyper["num_experts"] = len(tables[0])
-    if fold > 1:
-        hyper["router"] = _folded_router(hyper["router"], fold)
-    after = _module(edited, source)
+    edited = edit_checkpoint(checkpoint, module, tables)
+    edited["hyper_parameters"]["config"]["num_experts"] = len(tables[0])
     write_file(edited, target)
-    former, router = asdict(module.config.router), asdict(after.config.router)
     return EditReport(
         experts=(num_experts, len(tables[0])),
-        top_k=(module.config.router.top_k, after.config.router.top_k),
-        router={name: value for name, value in router.items() if value != former[name] or name == "top_k"},
         losses=_losses(source, target, batches),
         batches=batches,
     )
 
 
 def edit_checkpoint(
-    checkpoint: Mapping[str, Any], module: GPTModule, tables: Sequence[NDArray[np.float64]], *, noise: float = 0.0
+    checkpoint: Mapping[str, Any], module: GPTModule, tables: Sequence[NDArray[np.float64]]
 ) -> dict[str, Any]:
     """The checkpoint with new experts; what is not changed is shared with the given one.
 
     Args:
         module: of the old shape, with its model; its values are not read.
         tables: of every MoE layer, shares [new experts, old experts].
-        noise: see `edit_file`.
     """
     from moe_lightning.models.gpt_module import optimizer_of
     from moe_lightning.strategies.averaging import CURRENT
@@ -226,7 +208,7 @@ def edit_checkpoint(
     table_of = {f"{name}.{part}.": table for name, table in layers for part in ("experts", "router")}
     edited = {**checkpoint, "hyper_parameters": copy.deepcopy(checkpoint["hyper_parameters"])}
     for part in {"state_dict", CURRENT} & checkpoint.keys():  # under averaging the second are the weights to train on
-        edited[part] = _edited_state(checkpoint[part], table_of, noise)
+        edited[part] = _edited_state(checkpoint[part], table_of)
     named = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = optimizer_of(module, module.optimizer_config).param_groups
     names = [named[id(parameter)] for group in groups for parameter in group["params"]]
@@ -247,16 +229,12 @@ def _table_of(name: str, table_of: Mapping[str, NDArray[np.float64]]) -> NDArray
     return next((table for prefix, table in table_of.items() if name.startswith(prefix)), None)
 
 
-def _edited_state(
-    saved: Mapping[str, Any], table_of: Mapping[str, NDArray[np.float64]], noise: float
-) -> dict[str, Any]:
+def _edited_state(saved: Mapping[str, Any], table_of: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
     state = dict(saved)
     for name, value in state.items():
         table = _table_of(name, table_of)
         if table is not None and isinstance(value, Tensor):
             state[name] = mixed(value, table)
-            if noise and ".experts." in name:
-                _disturb(state[name], table, noise, name)
     return state
 
 
@@ -273,22 +251,12 @@ def _edited_optimizer(
     return {**saved, "state": entries}
 
 
-def _disturb(stack: Tensor, table: NDArray[np.float64], noise: float, name: str) -> None:
-    """Change every copy but the first of an expert by so much of itself, in place; keyed by the tensor's name."""
-    seen: set[bytes] = set()
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    for row, shares in zip(stack, table, strict=True):
-        if shares.tobytes() in seen:
-            row.mul_(1 + noise * torch.randn(row.shape, generator=generator).to(row.dtype))
-        seen.add(shares.tobytes())
-
-
 def _check(tables: Sequence[NDArray[np.float64]], top_k: int, file_bytes: int) -> None:
     """Refuse an edit that changes nothing, leaves a token too few experts, or makes more of them than memory holds."""
     count, before = tables[0].shape
     if all(np.array_equal(table, np.eye(before)) for table in tables):
         raise ConfigurationError(
-            "the edited checkpoint would be the same one: give --prune, --prune-least, --merge, --duplicate or --fold"
+            "the edited checkpoint would be the same one: give --prune, --prune-least, --merge or --duplicate"
         )
     if count < top_k:
         raise ConfigurationError(
@@ -298,19 +266,8 @@ def _check(tables: Sequence[NDArray[np.float64]], top_k: int, file_bytes: int) -
     if count > before and needed > memory:
         raise ConfigurationError(
             f"{count} experts in place of {before} make a checkpoint of {needed / GIB:.3g} GiB, of {memory / GIB:.0f} "
-            "GiB of memory: lower --fold or duplicate fewer"
+            "GiB of memory: duplicate fewer"
         )
-
-
-def _folded_router(router: Mapping[str, Any], fold: int) -> dict[str, Any]:
-    """Settings under which `fold` equal copies, chosen together, add up to what the expert gave."""
-    changed = {**router, "top_k": fold * router["top_k"]}
-    is_normalised = router["softmax_after_top_k"] or (router["normalize_top_k"] and router["top_k"] > 1)
-    if not is_normalised:
-        changed["normalize_top_k"] = False
-        if router["score"] == "sigmoid":  # the scores of all experts do not add up to one
-            changed["scale"] = router["scale"] / fold
-    return changed
 
 
 def _module(checkpoint: Mapping[str, Any], path: Path) -> GPTModule:

@@ -148,14 +148,13 @@ def test_experts_are_edited_as_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     trained = moe_train(tmp_path, *SMALL, "recipes=text", "data.source=corpus/")
     assert trained.returncode == 0, trained.stderr
     shown = [arguments for arguments in commands(page, "moe-ckpt") if arguments[:1] == ["edit"] and arguments[1:]]
-    assert len(shown) == 3
+    assert len(shown) == 2
     saved = next(Path("outputs/text/checkpoints").glob("*.ckpt"))
     for _, source, target, *options in shown:
         assert Path(source).parent == saved.parent
         assert ckpt.main(["edit", str(saved), target, *options]) == 0, capsys.readouterr().err
     losses = re.findall(r"validation loss +([\d.]+) -> ([\d.]+), 8 batches at most", capsys.readouterr().out)
-    assert len(losses) == 3
-    assert float(losses[-1][0]) == pytest.approx(float(losses[-1][1]), abs=1e-5), "folding keeps the outputs"
+    assert len(losses) == 2
     (again,) = (arguments for arguments in commands(page, "moe-train") if "resume=edited.ckpt" in arguments)
     done = moe_train(tmp_path, *SMALL, "trainer.max_steps=4", *again)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,6 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router, RouterConfig
 from moe_lightning.strategies.averaging import CURRENT
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
-from tests.parameters import slow
 
 E = TINY["num_experts"]
 NO_LOADS = np.zeros(4, dtype=np.int64)
@@ -77,9 +76,9 @@ def logits(path: Path) -> Tensor:
     return found
 
 
-def edited(source: Path, name: str, *, fold: int = 1, noise: float = 0.0, **words: Any) -> Path:
+def edited(source: Path, name: str, **words: Any) -> Path:
     target = source.with_name(name)
-    edit_file(source, target, lambda layers: parse_edits(layers, **words), fold=fold, noise=noise)
+    edit_file(source, target, lambda layers: parse_edits(layers, **words))
     return target
 
 
@@ -88,24 +87,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize(
-    "router",
-    [
-        {},
-        {"top_k": 1},
-        {"score": "sigmoid", "normalize_top_k": False, "scale": 2.0},
-        slow({"normalize_top_k": False}),
-        slow({"softmax_after_top_k": True}),
-        slow({"score": "sigmoid"}),
-    ],
-    ids=str,
-)
-def test_folding_keeps_the_outputs_and_merging_undoes_it(router: dict[str, Any], tmp_path: Path) -> None:
-    whole = trained(tmp_path, router=router)
-    double = edited(whole, "double.ckpt", fold=2)
-    config = read_file(double)["hyper_parameters"]["config"]
-    assert (config["num_experts"], config["router"]["top_k"]) == (2 * E, 2 * router.get("top_k", 2))
-    torch.testing.assert_close(logits(double), logits(whole), rtol=0, atol=2e-6)
+def test_merging_undoes_duplicating_and_the_command_that_goes_on_is_printed(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    double = whole.with_name("double.ckpt")
+    everyone = ",".join(map(str, range(E)))
+    assert main(["edit", str(whole), str(double), "--duplicate", everyone, "--batches", "0"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).endswith(f"resume={double} model.num_experts={2 * E}")
+    assert read_file(double)["hyper_parameters"]["config"]["num_experts"] == 2 * E
 
     again = read_file(edited(double, "again.ckpt", merge=[",".join(f"{e}+{e + E}" for e in range(E))]))
     before = read_file(whole)
@@ -113,27 +102,6 @@ def test_folding_keeps_the_outputs_and_merging_undoes_it(router: dict[str, Any],
     for number, entry in before["optimizer_states"][0]["state"].items():
         for name, value in entry.items():
             assert torch.equal(value, again["optimizer_states"][0]["state"][number][name]), (number, name)
-
-
-@pytest.mark.parametrize(
-    ("router", "options"),
-    [
-        ({}, "model.router.top_k=4"),
-        ({"top_k": 1}, "model.router.top_k=2 model.router.normalize_top_k=false"),
-        (
-            {"score": "sigmoid", "normalize_top_k": False, "scale": 3.0},
-            "model.router.top_k=4 model.router.scale=1.5",
-        ),
-    ],
-    ids=str,
-)
-def test_the_command_that_goes_on_has_all_options_of_the_folded_router(
-    router: dict[str, Any], options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = trained(tmp_path, router=router)
-    assert main(["edit", str(whole), str(tmp_path / "double.ckpt"), "--fold", "2", "--batches", "0"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.endswith(f"model.num_experts={2 * E} {options}")
 
 
 def test_both_models_of_a_run_that_averages_its_weights_are_edited(whole: Path) -> None:
@@ -164,19 +132,15 @@ def test_pruning_changes_only_tokens_that_chose_the_expert(tmp_path: Path) -> No
     assert not torch.allclose(after[~without], before[~without])
 
 
-def test_noise_parts_copies_alone(whole: Path) -> None:
-    state = read_file(edited(whole, "noisy.ckpt", duplicate=["1"], noise=0.01))["state_dict"]
-    before = read_file(whole)["state_dict"]
-    for name, value in state.items():
+def test_copies_learn_apart(whole: Path) -> None:
+    """By the tokens that choose one of the two only."""
+    module = module_of(edited(whole, "twins.ckpt", duplicate=["1"]))
+    module(torch.stack([RandomTokens()[i][0] for i in range(8)])).square().sum().backward()
+    for name, parameter in module.named_parameters():
         if ".experts.w_" in name:
-            assert torch.equal(value[:E], before[name])
-            assert 0 < float((value[E] - value[1]).abs().max()) < 0.1
-        elif ".router." in name:
-            assert torch.equal(value[E], value[1])
-        elif ".experts." in name:  # biases, which begin with zeros
-            assert torch.equal(value[:E], before[name])
-        else:
-            assert torch.equal(value, before[name])
+            assert torch.equal(parameter[E], parameter[1]), name
+            assert parameter.grad is not None
+            assert not torch.equal(parameter.grad[E], parameter.grad[1]), name
 
 
 @pytest.mark.parametrize(
@@ -191,9 +155,7 @@ def test_noise_parts_copies_alone(whole: Path) -> None:
             ["--prune", "0,1,2,3,4"],
             "1 of 6 experts would be left, and each token goes to top_k=2: prune or merge fewer",
         ),
-        (["--noise", "0.1"], "the edited checkpoint would be the same one: give --prune"),
-        (["--fold", "1000000"], "--fold: 1000000 must be"),
-        (["--noise", "2"], "--noise: 2.0 must be"),
+        ([], "the edited checkpoint would be the same one: give --prune"),
     ],
 )
 def test_mistakes(
@@ -206,8 +168,8 @@ def test_mistakes(
 
 def test_more_experts_than_memory_holds_are_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_edits, "machine_memory", lambda: 3 * whole.stat().st_size)
-    with pytest.raises(ConfigurationError, match=r"24 experts in place of 6 .* lower --fold"):
-        edited(whole, "large.ckpt", fold=4)
+    with pytest.raises(ConfigurationError, match=r"24 experts in place of 6 .* duplicate fewer"):
+        edited(whole, "large.ckpt", duplicate=["0,1,2,3,4,5"] * 3)
 
 
 def test_twins_have_one_score_until_they_learn() -> None:
