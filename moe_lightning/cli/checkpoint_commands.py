@@ -146,11 +146,11 @@ def _export_gguf(arguments: argparse.Namespace, console: Console) -> int:
 
 def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.target.suffix != ".json":
-        raise ConfigurationError(f"{arguments.target.name} must end with .json: engines go by it")
+        raise ConfigurationError(f"{arguments.target.name} must end with .json: SGLang goes by it")
     counts_LE = measured_counts(arguments.source)
     layers, experts = counts_LE.shape
     plan = plan_serving(counts_LE, arguments.ranks, arguments.slots)
-    form = form_of(plan, arguments.engine, experts, arguments.dense_layers)
+    form = form_of(plan, experts, arguments.dense_layers)
     arguments.target.write_text(json.dumps(form))
     console.print(
         f"{arguments.target}: {layers} layers of {experts} experts on {arguments.ranks} ranks of {arguments.slots}, "

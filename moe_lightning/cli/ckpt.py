@@ -5,7 +5,7 @@
     moe-ckpt export DIR FILE      one safetensors file
     moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
     moe-ckpt export-gguf CKPT FILE   a GGUF file that llama.cpp loads
-    moe-ckpt export-loads LOADS FILE --ranks N --slots S   measured loads as an inference engine's first placement
+    moe-ckpt export-loads LOADS FILE --ranks N --slots S   measured loads as SGLang's first placement
     moe-ckpt edit CKPT FILE       prune, merge and duplicate experts, with the loss before and after
     moe-ckpt prune DIR --keep N   keep the newest N
     moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Interval
 
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
-from moe_lightning.cli.serving import ENGINES
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from moe_lightning.user_errors import sentence_of_memory
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write one safetensors file")
     export_hf = commands.add_parser("export-hf", help="write a folder that plain transformers loads")
     export_gguf = commands.add_parser("export-gguf", help="write a GGUF file that llama.cpp loads")
-    export_loads = commands.add_parser("export-loads", help="write the placement that an inference engine begins with")
+    export_loads = commands.add_parser("export-loads", help="write the placement that SGLang begins with")
     edit = commands.add_parser("edit", help="prune, merge and duplicate the experts of a checkpoint file")
     _add_edits(edit)
     prune = commands.add_parser("prune", help="delete all but the newest checkpoints")
@@ -104,11 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         "source", type=input_file, metavar="LOADS", help="routing_trace.npz or expert_load.csv of a run"
     )
     export_loads.add_argument("target", type=output_file, metavar="FILE", help="the JSON file to write")
-    export_loads.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="default: %(default)s")
     export_loads.add_argument("--ranks", type=value(_Times), required=True, metavar="N", help="GPUs that share experts")
     export_loads.add_argument("--slots", type=value(Count), required=True, metavar="S", help="experts on each")
     export_loads.add_argument(
-        "--dense-layers", type=int, nargs="+", default=[], metavar="I", help="layers without experts, for sglang"
+        "--dense-layers", type=int, nargs="+", default=[], metavar="I", help="layers without experts"
     )
     prune.add_argument("--keep", type=value(int), required=True, metavar="N", help="whole checkpoints to keep")
     return parser

@@ -1,11 +1,7 @@
-"""Placements of experts for inference engines, planned from measured loads.
+"""Placements of experts for SGLang, planned from measured loads.
 
-Formats of the files:
-
-* sglang (v0.5, `--init-expert-location FILE`): JSON of a mapping with `physical_to_logical_map` [layers, slots of all
-  ranks]. Its layers are all of the model, those without experts too.
-* vllm (proposed in vllm-project/vllm pull request 49572, `eplb_config.initial_expert_map_path`): JSON, the same table
-  of the MoE layers as a list of lists. Releases up to v0.26 begin with every expert in its own slot and learn loads.
+Format of the file (v0.5, `--init-expert-location FILE`): JSON of a mapping with `physical_to_logical_map` [layers,
+slots of all ranks]. Its layers are all of the model, those without experts too.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,9 +17,6 @@ from moe_lightning.balancing.cluster import Cluster, allocate_replicas, imbalanc
 from moe_lightning.balancing.replica_placement import deal_to_ranks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_loads, read_routing_trace
-
-Engine = Literal["sglang", "vllm"]
-ENGINES: tuple[str, ...] = get_args(Engine)
 
 _SHARES = 10**5
 """Telemetry writes shares with so many steps."""
@@ -94,24 +86,20 @@ def plan_serving(counts_LE: IntArray, num_ranks: int, slots_per_rank: int) -> Se
     )
 
 
-def form_of(plan: ServingPlacement, engine: Engine, num_experts: int, dense_layers: Sequence[int] = ()) -> Any:
-    """Return the content of an engine's file as plain lists and mappings.
+def form_of(plan: ServingPlacement, num_experts: int, dense_layers: Sequence[int] = ()) -> dict[str, list[list[int]]]:
+    """Return the content of the engine's file.
 
     Args:
         num_experts: of a layer.
-        dense_layers: places of the model's layers without experts, for sglang: their rows are the plain placement.
+        dense_layers: places of the model's layers without experts: their rows are the plain placement.
 
     Raises:
-        ConfigurationError: a place that the model does not have, or dense layers where the engine counts MoE layers.
+        ConfigurationError: a place that the model does not have.
     """
     slots_LP = plan.slots_LP
-    if dense_layers and engine != "sglang":
-        raise ConfigurationError(
-            f"--dense-layers is for sglang: {engine} counts layers with experts only, leave it out"
-        )
     for place in sorted(set(dense_layers)):
         if not 0 <= place <= len(slots_LP):
             raise ConfigurationError(f"--dense-layers {place} is no place in a model of {len(slots_LP) + 1} layers")
         plain_P = np.arange(slots_LP.shape[1]) % num_experts
         slots_LP = np.insert(slots_LP, place, plain_P, axis=0)
-    return {"physical_to_logical_map": slots_LP.tolist()} if engine == "sglang" else slots_LP.tolist()
+    return {"physical_to_logical_map": slots_LP.tolist()}

@@ -1,4 +1,4 @@
-"""moe-ckpt export-loads: files that the engines' own rules accept, read here as their public formats say."""
+"""moe-ckpt export-loads: files that SGLang's own rules accept, read here as its public format says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_sglang(path: Path) -> NDArray[np.int64]:
 
 
 def check_map(table: NDArray[np.int64], layers: int = LAYERS) -> None:
-    """What engines assert: a row for each layer, equally many slots on each rank, every expert somewhere."""
+    """What the engine asserts: a row for each layer, equally many slots on each rank, every expert somewhere."""
     assert table.shape == (layers, RANKS * SLOTS)
     assert all(set(row) == set(range(EXPERTS)) for row in table.tolist())
 
@@ -59,10 +59,6 @@ def test_layers_without_experts_have_rows_too(trace: Path) -> None:
     assert [bool((row == plain).all()) for row in maps] == [True, False, True, False, False]
 
 
-def test_vllm_reads_a_list_for_each_moe_layer(trace: Path) -> None:
-    check_map(np.array(json.loads(exported(trace, "vllm.json", "--engine=vllm").read_text())))
-
-
 def test_the_placement_evens_out_what_was_measured(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of all tokens on one of four ranks are 2.29 of the mean there, with a second expert; replicas help."""
     exported(trace, "x.json")
@@ -79,7 +75,6 @@ def test_the_placement_evens_out_what_was_measured(trace: Path, capsys: pytest.C
         ("x.json", ["--ranks=2", "--slots=3"], "cannot hold 8 experts: raise --ranks or --slots"),
         ("x.json", ["--ranks=2", "--slots=9"], "--slots=9 is more than the 8 experts"),
         ("x.txt", ["--ranks=2", "--slots=4"], "must end with .json"),
-        ("x.json", ["--ranks=2", "--slots=4", "--engine=vllm", "--dense-layers", "0"], "is for sglang"),
         ("x.json", ["--ranks=2", "--slots=4", "--dense-layers", "9"], "9 is no place"),
         ("x.json", ["--ranks=0", "--slots=4"], "--ranks: 0 must be"),
         ("x.json", ["--ranks=1000000", "--slots=4"], "--ranks: 1000000 must be"),
