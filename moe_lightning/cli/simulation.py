@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +21,7 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
 from moe_lightning.simulate.mesh import MeshSpec
-from moe_lightning.simulate.mesh_search import MeshReport, mesh_report
+from moe_lightning.simulate.mesh_search import mesh_report
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.recommend import Advice, recommend
 from moe_lightning.simulate.scenario import Report, Scenario
@@ -264,8 +261,6 @@ _TYPES: dict[str, Any] = {
     "rank_batch": PositiveInt | None,
     "global_batch": PositiveInt | None,
     "picture": str | None,
-    "csv": str | None,
-    "report": str | None,
     "recipe": str,
     "hardware.preset": str,
     "policy.name": str,
@@ -276,7 +271,6 @@ _TYPES: dict[str, Any] = {
 }
 """Of the keys that no constructor takes as they are."""
 
-_OUTPUTS = ("picture", "csv", "report")
 _GROUPS = ("hardware", "mesh", "policy", "routing", "failures", "model")
 
 _MOST_NODE_HOURS = 1e9
@@ -376,11 +370,7 @@ def _check_recipe(overrides: Sequence[str]) -> None:
 
 
 def _simulate(config: Mapping[str, Any]) -> int:
-    for key in _OUTPUTS:
-        if config[key]:
-            _output(config, key)  # before anything is simulated
-    if config["picture"]:
-        plots.require()
+    picture = _picture_file(config)  # before anything is simulated
     names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
     if config["mesh"]["search"]:
         raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
@@ -396,7 +386,8 @@ def _simulate(config: Mapping[str, Any]) -> int:
         print(world_changes(scenarios[names[0]], config["world_sizes"]))
     if len(reports) > 1:
         print(comparison(reports))
-    _leave(config, reports, mesh)
+    if picture is not None:
+        picture.write_text(_picture(reports))
     return 0
 
 
@@ -419,35 +410,24 @@ def comparison(reports: Mapping[str, Report]) -> str:
     return table(headers, rows)
 
 
-def _leave(config: Mapping[str, Any], reports: Mapping[str, Report], mesh: MeshReport | None) -> None:
-    """The files that were asked for."""
-    if config["picture"]:
-        lines = {
-            name: [
-                *((span.start_s / 3600, span.samples_per_s) for span in report.spans),
-                (report.duration_s / 3600, 0.0),
-            ]
-            for name, report in reports.items()
-        }
-        chart = plots.line_chart(lines, "throughput", "hours", "samples/s", steps=True)
-        _output(config, "picture").write_text(plots.svg(chart))
-    if config["csv"]:
-        with _output(config, "csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["policy", "start_s", "end_s", "state", "used_nodes", "live_nodes", "samples_per_s"])
-            for name, report in reports.items():
-                writer.writerows([name, *asdict(span).values()] for span in report.spans)
-    if config["report"]:
-        everything = {name: asdict(report) for name, report in reports.items()}
-        everything |= {} if mesh is None else {"mesh": asdict(mesh)}
-        _output(config, "report").write_text(json.dumps(everything, indent=1))
-
-
-def _output(config: Mapping[str, Any], key: str) -> Path:
+def _picture_file(config: Mapping[str, Any]) -> Path | None:
+    """The file to draw into; None: none is asked for."""
+    if not config["picture"]:
+        return None
+    plots.require()
     try:
-        return output_file(config[key])
+        return output_file(config["picture"])
     except argparse.ArgumentTypeError as error:
-        raise ConfigurationError(f"{key}={error}") from None
+        raise ConfigurationError(f"picture={error}") from None
+
+
+def _picture(reports: Mapping[str, Report]) -> str:
+    """SVG of the throughput over time."""
+    lines = {
+        name: [*((span.start_s / 3600, span.samples_per_s) for span in report.spans), (report.duration_s / 3600, 0.0)]
+        for name, report in reports.items()
+    }
+    return plots.svg(plots.line_chart(lines, "throughput", "hours", "samples/s", steps=True))
 
 
 def _recommend(config: Mapping[str, Any]) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -28,19 +26,11 @@ FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
 
 
 def test_prints_and_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {name: tmp_path / f"out.{name}" for name in ("svg", "csv", "json")}
-    given = [f"picture={files['svg']}", f"csv={files['csv']}", f"report={files['json']}", "compare=[ds,lazarus]"]
-    assert main([*FAST, *given]) == 0
+    path = tmp_path / "out.svg"
+    assert main([*FAST, f"picture={path}", "compare=[ds,lazarus]"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[-4:]] == ["policy", "ours", "ds", "lazarus"]
-    picture = files["svg"].read_text()
-    assert all(f">{name}</text>" in picture for name in ("ours", "ds", "lazarus"))
-    with files["csv"].open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["policy"] for row in rows} == {"ours", "ds", "lazarus"}
-    report = json.loads(files["json"].read_text())["ours"]
-    parts = ("useful_ns", "lost_ns", "overhead_ns", "idle_ns")
-    assert sum(report[part] for part in parts) == report["provided_ns"]
+    assert all(f">{name}</text>" in path.read_text() for name in ("ours", "ds", "lazarus"))
 
 
 def test_same_seed_same_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,16 +127,13 @@ def test_moe_train_accepts_what_is_recommended(
     assert config["data"]["global_batch_size"] == (64 if extra else 32)
 
 
-def test_a_mesh_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "report.json"
-    assert main([*FAST, *UNTIED, "mesh.pp=2", "mesh.dense=hsdp", f"report={path}"]) == 0
+def test_a_mesh_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, *UNTIED, "mesh.pp=2", "mesh.dense=hsdp"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
     assert lines["mesh"] == "pp=2 dp=4 cp=1 tp=1 dense=hsdp, 8 micro-batches"
     assert lines["bubbles"] == "11.1 % of a rank's passes"
-    assert json.loads(path.read_text())["mesh"]["mesh"]["pp"] == 2
-    assert main([*FAST, f"report={path}"]) == 0
+    assert main(FAST) == 0
     assert "mesh" not in capsys.readouterr().out
-    assert set(json.loads(path.read_text())) == {"ours"}
 
 
 @pytest.mark.slow
@@ -186,8 +173,8 @@ def test_help_version_and_configuration(capsys: pytest.CaptureFixture[str]) -> N
 MISTAKES = [
     (["policy.slots=1"], "16 experts do not fit 8 ranks of 1 slots: add nodes or raise policy.slots"),
     (["picture=no/where.svg"], "picture='no/where.svg' is in a folder that does not exist: create 'no' first"),
-    (["csv=."], "csv='.' is a folder: give the path of a file in it"),
-    (["report=/proc/out"], "report='/proc/out' cannot be written"),
+    (["picture=."], "picture='.' is a folder: give the path of a file in it"),
+    (["picture=/proc/out"], "picture='/proc/out' cannot be written"),
     (["compare=[mine]"], "compare='mine' is unknown"),
     (["failures.node_mtbf_hours=1e-9"], "failures.node_mtbf_hours=1e-09 makes about 4e+09 failures, more than"),
     (["mesh.tp=3"], "a mesh of pp=1, cp=1, tp=3 needs a multiple of 3 ranks, not 8"),
