@@ -213,9 +213,7 @@ def _refused(origin: str, problem: str) -> CheckpointError:
 METADATA = ".metadata"
 PRUNED = "PRUNED.json"
 """What becomes of the manifest of a checkpoint that is being deleted."""
-_FORMATS = 1, 2
-"""Of what holds a state, and of what holds a window whose steps are run again after a restore, which older versions of
-this project would take for a state."""
+_FORMAT = 1
 _ENVELOPE = re.compile(rb'\{"format":(\d{1,9}),"xxh3":"([0-9a-f]{16})","body":')
 _SAFE_PATH = re.compile(r"(\.\./step-\d+(-[\w-]+)?/)?[\w.-]+")
 
@@ -261,7 +259,7 @@ class _Record:
         return min(self.step, int(self.extra.get("replayed_from", self.step)))
 
     def dump(self) -> bytes:
-        return _dump_envelope(dump_json(type(self), self), _FORMATS[self.first_step < self.step])
+        return _dump_envelope(dump_json(type(self), self))
 
     @classmethod
     def parse(cls, data: bytes, origin: str) -> Self:
@@ -422,8 +420,8 @@ def _check_replay(found: Mapping[str, list[Piece]], extra: Mapping[str, Any]) ->
                 raise CheckpointError(f"expert {expert} of layer {layer} lacks its weights of step {step} ({name})")
 
 
-def _dump_envelope(body: bytes, form: int) -> bytes:
-    return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (form, xxhash.xxh3_64_hexdigest(body).encode(), body)
+def _dump_envelope(body: bytes) -> bytes:
+    return b'{"format":%d,"xxh3":"%s","body":%s}\n' % (_FORMAT, xxhash.xxh3_64_hexdigest(body).encode(), body)
 
 
 def _parse_envelope(data: bytes, origin: str) -> bytes:
@@ -431,10 +429,9 @@ def _parse_envelope(data: bytes, origin: str) -> bytes:
     envelope = _ENVELOPE.match(data)
     if envelope is None or not data.endswith(b"}\n"):
         raise CheckpointError(f"{origin} is damaged: it is not a manifest")
-    if int(envelope[1]) not in _FORMATS:
+    if int(envelope[1]) != _FORMAT:
         raise CheckpointError(
-            f"{origin} has format {int(envelope[1])}, not {_FORMATS[0]} or {_FORMATS[1]}: read it with the version "
-            "that wrote it"
+            f"{origin} has format {int(envelope[1])}, not {_FORMAT}: read it with the version that wrote it"
         )
     body = data[envelope.end() : -2]
     if xxhash.xxh3_64_hexdigest(body).encode() != envelope[2]:

@@ -139,8 +139,6 @@ def test_every_step_of_a_window_can_be_read(root: Path) -> None:
 
 def test_weights_of_a_step_that_are_missing_are_found(root: Path) -> None:
     manifest = checkpoints(root)[0][1]
-    assert manifest.dump().startswith(b'{"format":2,')
-    assert checkpoints(root)[1][1].dump().startswith(b'{"format":1,')
     assert Manifest.parse(manifest.dump(), "it") == manifest
     for gone in [piece.key for piece in manifest.stored if is_replayed(piece.key)]:
         with pytest.raises(CheckpointError, match="lacks its weights of step"):
