@@ -155,7 +155,7 @@ class LayerPlanner:
     def move(self, placement: Placement) -> None:
         """The layer's experts have moved: its shadows must be planned anew."""
         self._placement, self._plan = placement, None
-        self._rule = ReplanRule(self._policy.replan_threshold, self._policy.max_replan_interval)
+        self._rule = ReplanRule(self._policy.replan_threshold)
 
     def take_load(self, fade: int) -> tuple[IntArray, IntArray | None]:
         """The tokens of each expert so far int64 [E] and the forecast int64 [E, N]; loads then count 1 / fade."""
@@ -204,7 +204,6 @@ class BalancePolicy:
         shadows: policy of `balancing.rules`: "search", "fastermoe", "top2", "top3" or "none".
         alpha: the search stops when loads differ by less than alpha times their mean.
         replan_threshold: a kept shadow plan is replaced when it is slower than a fresh one by more than this.
-        max_replan_interval: most steps between two searches.
         lag: a step's plans come from the counts of so many steps before it; more than 1 gives large clusters longer
             time to plan.
 
@@ -220,7 +219,6 @@ class BalancePolicy:
     shadows: str = "search"
     alpha: Coefficient = 0.1
     replan_threshold: Coefficient = 0.1
-    max_replan_interval: PositiveInt = 32
     lag: PositiveInt = 1
 
     def __post_init__(self) -> None:

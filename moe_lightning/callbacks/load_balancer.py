@@ -241,8 +241,8 @@ class LoadBalancer(ExpertParallelCallback):
     longest time over that of a perfect division.
 
     Args:
-        rebalance_every, placement_rule, allocation, tolerance, shadows, alpha, replan_threshold, max_replan_interval,
-            lag: see `BalancePolicy`.
+        rebalance_every, placement_rule, allocation, tolerance, shadows, alpha, replan_threshold, lag:
+            see `BalancePolicy`.
         min_replicas: distinct nodes that hold each expert, where slots allow; None: as many as FaultRecovery promises,
             1 without it.
         calibrate: time exchanges, experts and dense layers when training starts, about a second, where plans depend on
@@ -274,7 +274,6 @@ class LoadBalancer(ExpertParallelCallback):
         shadows: str = "search",
         alpha: Coefficient = 0.1,
         replan_threshold: Coefficient = 0.1,
-        max_replan_interval: PositiveInt = 32,
         lag: PositiveInt = 1,
         calibrate: bool = True,
         bytes_per_s: Annotated[float, Interval(gt=0, le=1e18)] = 10e9,
@@ -293,7 +292,6 @@ class LoadBalancer(ExpertParallelCallback):
             shadows=shadows,
             alpha=alpha,
             replan_threshold=replan_threshold,
-            max_replan_interval=max_replan_interval,
             lag=lag,
         )
         self._speed_policy = SpeedPolicy(

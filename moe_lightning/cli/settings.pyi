@@ -259,7 +259,6 @@ class LoadBalancerKeys(TypedDict, total=False):
     shadows: str
     alpha: float
     replan_threshold: float
-    max_replan_interval: int
     lag: int
     calibrate: bool
     bytes_per_s: float
