@@ -26,8 +26,8 @@ claim_processes()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 # How long examples take to make says how busy the machine is.
-settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("explore", derandomize=False)
+settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("fixed")
 
 _ORDER = ("unit", "distributed", "integration", "chaos")
