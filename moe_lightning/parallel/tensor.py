@@ -173,7 +173,8 @@ class Style(Protocol):
     """Treatment of a module in a plan."""
 
     def shares(self, module: Any) -> Mapping[str, Shares]:
-        """The parameters that are cut, by their names in the module; called before any is."""
+        """The parameters that are cut, by their names in the module, none by default; called before any is."""
+        return {}
 
     def __call__(self, module: Any, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, `own` being that of the module itself."""
@@ -241,7 +242,7 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class Parted:
+class Parted(Style):
     """A module that sees this rank's positions of one of its arguments, of which all ranks have all.
 
     Attributes:
@@ -250,9 +251,6 @@ class Parted:
 
     argument: int | str = 0
 
-    def shares(self, module: nn.Module) -> Mapping[str, Shares]:
-        return {}
-
     def __call__(
         self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
     ) -> Any:
@@ -260,7 +258,7 @@ class Parted:
 
 
 @dataclass(frozen=True)
-class PartedAttribute:
+class PartedAttribute(Style):
     """A module that gets this rank's positions, and sees those of one of its attributes, [B, L, ...], too.
 
     Attributes:
@@ -268,9 +266,6 @@ class PartedAttribute:
     """
 
     name: str
-
-    def shares(self, module: nn.Module) -> Mapping[str, Shares]:
-        return {}
 
     def __call__(
         self, module: nn.Module, own: Callable[..., Any], ranks: TensorRanks, *args: Any, **kwargs: Any
