@@ -13,6 +13,7 @@ the number of processes, and neither do the bytes of the folder.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -130,13 +131,13 @@ class TokenFolder:
             raise _damaged(path)
         return starts
 
-    def check(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
+    def check(self) -> None:
         """Read all of it.
 
         Raises:
             ConfigurationError: a checksum is wrong, or the tokenizer is another one.
         """
-        if _digest(self.tokens, advance) != self.header.digest:
+        if _digest(self.tokens) != self.header.digest:
             raise _damaged(self.tokens)
         self.documents()
         if self.tokenizer != BYTES and tokenizer_identity(tokenizer_content(self.tokenizer)) != self.header.tokenizer:
@@ -395,13 +396,9 @@ def _joined(folder: Path, written: Sequence[_Written], dtype: str) -> dict[str, 
     }
 
 
-def _digest(path: Path, advance: Callable[[int], None] = lambda nbytes: None) -> str:
-    digest = xxhash.xxh3_128()
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        while data := file.read(_COPIED_BYTES):
-            digest.update(data)
-            advance(len(data))
-    return str(digest.hexdigest())
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
