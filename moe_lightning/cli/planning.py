@@ -28,10 +28,10 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
 from moe_lightning.parallel.mesh import STAGES_PER_RANK
-from moe_lightning.simulate.memory import RankMemory, footprint_of, rank_memory
+from moe_lightning.simulate.memory import RankMemory, rank_memory
 from moe_lightning.simulate.mesh import DENSE, MeshSpec
 from moe_lightning.simulate.scenario import format_bytes
-from moe_lightning.simulate.workload import Footprint, TransformerSizes, Workload, model_workload
+from moe_lightning.simulate.workload import Footprint, TransformerSizes, Workload, footprint_of, model_workload
 
 _SNAPSHOT_BUFFERS = 3  # being taken, being written, kept for a recovery
 _CERTAIN = 4.0

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_lightning.simulate.mesh import BusiestStage, MeshSpec, busiest_stage
-from moe_lightning.simulate.workload import Footprint, StateBytes, Workload
+from moe_lightning.simulate.workload import Workload, footprint_of
 
-_LOSS_BYTES = 4  # of a logit in the loss
 _GATHERED_UNITS = 2  # one in use, one on its way
 
 
@@ -54,27 +53,6 @@ class RankMemory:
         """Name of the largest part."""
         parts = {"activations": self.activations, "weights and moments": self.state + self.gradients}
         return max(parts, key=lambda name: parts[name])
-
-
-def footprint_of(workload: Workload) -> Footprint:
-    """Return the footprint of a workload, in closed form where none was counted.
-
-    A dense layer keeps for each token what goes into or comes out of its matrices on their long side, P / d numbers of
-    P parameters, and four rows of the width for norms and sums: 32 bytes a token and unit of width for a GPT, where
-    Korthikanti et al. (2022, eq. 2) count 34 with the masks of dropout. An MoE layer adds for each assignment a row
-    on its way in and out, and what its expert keeps.
-    """
-    if workload.footprint is not None:
-        return workload.footprint
-    width, number = workload.d_model, workload.activation_bytes
-    state = StateBytes(weight=number, gradient=number, optimizer=workload.state_bytes - number)
-    return Footprint(
-        dense=state,
-        expert=state,
-        block=number * (workload.block_params / workload.num_blocks / width + 4 * width),
-        row=number * (2 * width + workload.expert_params / width),
-        loss_forward=workload.embedding_params / width * (number + _LOSS_BYTES),
-    )
 
 
 def rank_memory(

@@ -23,7 +23,7 @@ from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.mesh import MeshShape, hybrid_shard_size
 from moe_lightning.simulate.hardware import Hardware
-from moe_lightning.simulate.workload import Workload
+from moe_lightning.simulate.workload import Workload, footprint_of
 
 Dense = Literal["ddp", "zero1", "fsdp", "hsdp"]
 DENSE: tuple[Dense, ...] = get_args(Dense)
@@ -244,7 +244,7 @@ def bubble_s(passes_s: float, pp: int, micro_batches: int, chunks: int = 1) -> f
     return passes_s * (pp - 1) / (micro_batches * chunks)
 
 
-def ring_s(passes: int, ranks: int, numbers: float, number_bytes: int, bytes_per_s: float) -> float:
+def ring_s(passes: int, ranks: int, numbers: float, number_bytes: float, bytes_per_s: float) -> float:
     """Seconds of a gather or scatter (1 pass) or a sum (2) of so many numbers over ranks."""
     return passes * (ranks - 1) / ranks * numbers * number_bytes / bytes_per_s
 
@@ -350,8 +350,9 @@ def hops_s(work: StageWork) -> float:
     the empty pipeline, there and back, and what outlasts the dense passes that gathers leave free."""
     hop_s, gather_s = _hop_s(work), _gather_s(work)
     forward_s, backward_s = _hiding(work)
+    backward_s -= gather_s + _scatter_s(work)
     sent_s = work.mesh.chunks * hop_s
-    late_s = _beyond(sent_s, forward_s - _prefetched(gather_s, work.stage)) + _beyond(sent_s, backward_s - 2 * gather_s)
+    late_s = _beyond(sent_s, forward_s - _prefetched(gather_s, work.stage)) + _beyond(sent_s, backward_s)
     return 2 * (work.mesh.pp - 1) * hop_s + work.micro_batches * late_s
 
 
@@ -363,7 +364,7 @@ def gathers_s(work: StageWork) -> float:
     gather_s = _gather_s(work)
     forward_s, backward_s = _hiding(work)
     ahead_s = _prefetched(gather_s, work.stage)
-    late_s = gather_s - ahead_s + _beyond(ahead_s, forward_s) + _beyond(2 * gather_s, backward_s)
+    late_s = gather_s - ahead_s + _beyond(ahead_s, forward_s) + _beyond(gather_s + _scatter_s(work), backward_s)
     return work.micro_batches * late_s
 
 
@@ -373,22 +374,32 @@ def gradients_s(work: StageWork) -> float:
     group = work.num_ranks // (work.mesh.pp * work.mesh.tp)
     shards = work.weight_shards
     params = work.stage.dense_params / work.mesh.tp / shards
-    number = work.workload.activation_bytes
+    trained = footprint_of(work.workload).dense.gradient  # bytes of a gradient, and of a weight that is sent out
     bytes_per_s = work.bytes_per_s(work.num_ranks // work.mesh.pp)
-    sum_s = ring_s(2, group // shards, params, number, bytes_per_s)
-    sent_s = ring_s(1, group, params, number, bytes_per_s) if work.mesh.dense == "zero1" else 0.0
+    sum_s = ring_s(2, group // shards, params, trained, bytes_per_s)
+    sent_s = ring_s(1, group, params, trained, bytes_per_s) if work.mesh.dense == "zero1" else 0.0
     _, backward_s = _hiding(work)
     hops_s = work.mesh.chunks * _hop_s(work)
-    return _beyond(sum_s, backward_s - 2 * _gather_s(work) - hops_s) + sent_s
+    return _beyond(sum_s, backward_s - _gather_s(work) - _scatter_s(work) - hops_s) + sent_s
 
 
 def _gather_s(work: StageWork) -> float:
     """All dense weights of the stage once, layer by layer; 0 where every rank has them."""
+    return _over_shards_s(work, work.workload.activation_bytes)
+
+
+def _scatter_s(work: StageWork) -> float:
+    """All dense gradients of the stage once, in the precision that they are summed in; 0 where no rank has a shard."""
+    return _over_shards_s(work, footprint_of(work.workload).dense.gradient)
+
+
+def _over_shards_s(work: StageWork, number_bytes: float) -> float:
+    """A gather or scatter of a number of so many bytes for each dense parameter of the stage, layer by layer."""
     shards = work.weight_shards
     if shards == 1:
         return 0.0
     bytes_per_s = work.bytes_per_s(shards * work.mesh.tp)
-    once_s = ring_s(1, shards, work.stage.dense_params / work.mesh.tp, work.workload.activation_bytes, bytes_per_s)
+    once_s = ring_s(1, shards, work.stage.dense_params / work.mesh.tp, number_bytes, bytes_per_s)
     return once_s + (work.stage.blocks + 1) * work.machine.latency_s
 
 

@@ -36,7 +36,7 @@ from moe_lightning.simulate.mesh import (
     passes,
 )
 from moe_lightning.simulate.policy import Policy
-from moe_lightning.simulate.workload import RoutingScenario, Workload
+from moe_lightning.simulate.workload import RoutingScenario, Workload, footprint_of
 
 REPRESENTATIVE_RANKS = 512
 
@@ -248,12 +248,11 @@ class StepModel:
         tokens = self._tokens(ranks) * self._slices(ranks // self.mesh.pp, speeds) * waiting
         forward_s = tokens * work.dense_flops_per_token / (machine.flops_per_s * machine.utilization) / work.num_layers
         rows_per_s = machine.flops_per_s * machine.expert_utilization / work.expert_flops_per_row / waiting
-        expert_bytes = float(work.expert_params * work.activation_bytes)
         backward = passes(self.mesh)
         return BlockCosts(
             row_bytes=float(work.d_model * work.activation_bytes),
-            weight_bytes=expert_bytes,
-            gradient_bytes=expert_bytes,
+            weight_bytes=float(work.expert_params * work.activation_bytes),
+            gradient_bytes=float(work.expert_params * footprint_of(work).expert.gradient),
             bytes_per_s=self._bytes_per_s(judged),
             rows_per_s=rows_per_s * (float(speeds[0]) if (speeds == speeds[0]).all() else speeds),
             exchange_s=machine.latency_s,
@@ -323,8 +322,10 @@ class StepModel:
         sums_s = gradients_s(done) + self._expert_sums_s(placements, stage_ranks, scale)
         resident = scale * max(sum((p.replicas > 0).sum(axis=0) for p in placements))
         dense_params = stage.dense_params / mesh.tp / mesh.state_shards(ranks, machine.ranks_per_node)
-        params = dense_params + float(resident) * work.expert_params
-        update_s = params * 2 * work.state_bytes / machine.memory_bytes_per_s
+        dense, expert = footprint_of(work).dense, footprint_of(work).expert
+        updated_bytes = dense_params * (dense.gradient + dense.optimizer)  # weights and moments of what is trained
+        updated_bytes += float(resident) * work.expert_params * (expert.gradient + expert.optimizer)
+        update_s = 2 * updated_bytes / machine.memory_bytes_per_s
         sent_bytes = work.num_layers / routed * sum(report.exchange_bytes for report in everywhere)
         return StepCost(
             step_s=machine.step_s + dense_s + blocks_s + sums_s + update_s + (added.total + waits_s),
@@ -351,7 +352,7 @@ class StepModel:
             holders = held.sum(axis=1) * copies
             shared += (2 * (holders - 1) / holders) @ held
         numbers = scale * float(shared.max()) * self.workload.expert_params
-        return numbers * self.workload.activation_bytes / self._bytes_per_s(ranks)
+        return numbers * footprint_of(self.workload).expert.gradient / self._bytes_per_s(ranks)
 
     def _bytes_per_s(self, stage_ranks: int) -> float:
         return link_bytes_per_s(self.hardware, stage_ranks, stage_ranks * self.mesh.pp)

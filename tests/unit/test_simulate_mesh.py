@@ -35,7 +35,7 @@ from moe_lightning.simulate.mesh_search import ROOM, mesh_report, search_mesh
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.scenario import Scenario, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
-from moe_lightning.simulate.workload import Workload, make_routing
+from moe_lightning.simulate.workload import Workload, footprint_of, make_routing
 from tests.parameters import slow
 from tests.unit.simulated import scenario, small_hardware, small_workload
 
@@ -204,6 +204,36 @@ def test_traffic_written_out() -> None:
     hops = _cost(MeshSpec(pp=4, micro_batches=8), work=work, hardware=hardware).axes_s.hops_s
     hop_s = 4 * tokens / 8 * row / hardware.link_bytes_per_s
     assert hops == pytest.approx((2 * 3 + 2 * 8) * hop_s)
+
+
+STATE = footprint_of(_workload()).dense
+
+
+@pytest.mark.parametrize("dense", DENSE)
+def test_gradients_travel_as_they_are_stored(dense: str) -> None:
+    """moe-train sums gradients in float32 also where it computes in 16 bits, and frozen parameters have none."""
+    hardware = _hardware(latency_s=0.0, overlap=0.0)
+
+    def cost(gradient: float) -> StepCost:
+        state = STATE._replace(gradient=gradient, optimizer=2 * gradient)
+        work = _workload(footprint=replace(footprint_of(_workload()), dense=state, expert=state))
+        return _cost(MeshSpec(dense=dense), work=work, hardware=hardware)  # type: ignore[arg-type]
+
+    frozen, half, full = (cost(gradient) for gradient in (0.0, 2.0, 4.0))
+    plain = _cost(MeshSpec(dense=dense), hardware=hardware)  # type: ignore[arg-type]
+    assert half.gradients_s == plain.gradients_s > 0
+    assert full.gradients_s == pytest.approx(2 * half.gradients_s)
+    assert full.update_s == pytest.approx(2 * half.update_s)
+    assert frozen.gradients_s == frozen.update_s == 0.0
+    gathers = [found.axes_s.gathers_s for found in (frozen, half, full)]  # two of weights, and a scatter of gradients
+    assert gathers == pytest.approx([2 * gathers[1] / 3, gathers[1], 4 * gathers[1] / 3])
+
+
+def test_shadows_send_gradients_back_as_they_are_stored() -> None:
+    state = STATE._replace(gradient=4.0)
+    work = _workload(footprint=replace(footprint_of(_workload()), expert=state))
+    costs = _model(None, work=work).block_costs(RANKS)
+    assert (costs.weight_bytes, costs.gradient_bytes) == (2 * work.expert_params, 4 * work.expert_params)
 
 
 def test_groups_within_a_node_have_its_bandwidth() -> None:
