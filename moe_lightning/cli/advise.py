@@ -140,7 +140,7 @@ def _cluster(text: str) -> Machine:
     if name not in PRESETS:
         raise ConfigurationError(
             f"--cluster {text}: {match[3]} is not known{suggestion(name, PRESETS)}: choose one of "
-            f"{', '.join(key.upper() for key in PRESETS)}, or measure it with moe-bench calibrate"
+            f"{', '.join(key.upper() for key in PRESETS)}, the nearest to it"
         )
     nodes, ranks = int(match[1] or 1), int(match[2])
     words = f"{nodes} node{'s' * (nodes > 1)} of {ranks} {match[3].upper()}"

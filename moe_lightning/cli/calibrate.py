@@ -29,7 +29,7 @@ from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.balancing.rules import STRATEGIES
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
-from moe_lightning.cli.capacity import check_processes
+from moe_lightning.cli.capacity import RANK_BYTES, available_memory, check_processes, free_bytes
 from moe_lightning.cli.short_training import (
     WARMUP_STEPS,
     ModelOptions,
@@ -269,7 +269,8 @@ def predict_s(hardware: Hardware, choice: Training, shares: Shares) -> float:
 
 
 def fit_hardware(ranks: int, parts: Mapping[str, float], references: Mapping[str, float], shares: Shares) -> Hardware:
-    """Scale each part of the simulator's step so that the reference trainings take as long as they did.
+    """Scale each part of the simulator's step so that the reference trainings take as long as they did. The memory is
+    what this machine has available.
 
     Args:
         ranks: of the world.
@@ -291,8 +292,8 @@ def fit_hardware(ranks: int, parts: Mapping[str, float], references: Mapping[str
         overlap=0.0,
         memory_bytes_per_s=5e9,
         host_copy_bytes_per_s=1e9,
-        memory_bytes=4e9,
-        host_memory_bytes=8e9,
+        memory_bytes=max(1.0, free_bytes(ranks, on_cpu=True) - RANK_BYTES),
+        host_memory_bytes=float(available_memory()),
     )
     plain = [name for name in references if name != _SNAPSHOTS]
     costs = [step_cost(alone, REFERENCES[name], shares)[0] for name in plain]

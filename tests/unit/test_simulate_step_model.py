@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.balancing.rules import STRATEGIES
-from moe_lightning.cli import calibrate
+from moe_lightning.cli import calibrate, capacity
 from moe_lightning.cli.bench import main
 from moe_lightning.cli.calibrate import SAVE_EVERY, quiet_mean
 from moe_lightning.errors import ConfigurationError
@@ -188,6 +188,14 @@ def test_trainings_of_a_known_machine_are_predicted(ranks: int) -> None:
     for name, choice in calibrate.CHECKS.items():
         expected = calibrate.predict_s(true, choice, SHARES)
         assert calibrate.predict_s(found, choice, SHARES) == pytest.approx(expected, rel=0.1), name
+
+
+def test_a_calibrated_machine_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "available_memory", lambda: 64 * 2**30)
+    monkeypatch.setattr(capacity, "available_memory", lambda: 64 * 2**30)
+    found = calibrate.fit_hardware(4, PARTS, dict.fromkeys(calibrate.REFERENCES, 0.1), SHARES)
+    assert found.memory_bytes == 16 * 2**30 - capacity.RANK_BYTES
+    assert found.host_memory_bytes == 64 * 2**30
 
 
 def test_trainings_are_predicted_with_shadows_that_travel_as_in_training() -> None:
