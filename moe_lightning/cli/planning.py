@@ -248,6 +248,7 @@ def _gpt(model: Mapping[str, Any], data: Mapping[str, Any]) -> DescribedModel | 
 
 def _pretrained(model: Mapping[str, Any]) -> DescribedModel | None:
     from moe_lightning.models.huggingface.loading import build_skeleton
+    from moe_lightning.models.huggingface.module import attention_width
     from moe_lightning.moe.adapters import AdapterConfig, adapt_dense
 
     described = build_object(model, "model")
@@ -263,12 +264,11 @@ def _pretrained(model: Mapping[str, Any]) -> DescribedModel | None:
         return _Logits(skeleton)
 
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = TransformerSizes(
         d_model=config.hidden_size,
         depth=config.num_hidden_layers,
         context_length=described.context_length,
-        attention_width=config.num_hidden_layers * heads * size,
+        attention_width=attention_width(config) or 0,
         num_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         embedding_params=config.vocab_size * config.hidden_size,

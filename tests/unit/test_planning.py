@@ -145,6 +145,18 @@ def _run(*overrides: str, ranks: int = 2) -> PlannedRun:
     return run
 
 
+@pytest.mark.parametrize("name", ["olmoe", "deepseek"])
+def test_attention_is_planned_as_training_counts_it(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+    from tests.huggingface_models import make_checkpoint
+
+    make_checkpoint(name, tmp_path)
+    module = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16})
+    run = _run("model=huggingface", f"model.pretrained={tmp_path}", "model.context_length=16")
+    assert run.model.sizes.attention_width == module.attention_width
+
+
 @pytest.mark.parametrize("name", ["WeightAveraging", "EMAWeightAveraging"])
 def test_a_run_with_averages_needs_their_memory(name: str) -> None:
     callback = f"+callbacks.mean={{_target_: lightning.pytorch.callbacks.{name}}}"

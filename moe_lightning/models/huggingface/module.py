@@ -225,7 +225,7 @@ class HuggingFaceModule(SupervisedModule):
         self.config = build_config(HuggingFaceConfig, config)
         self.optimizer_config = build_config(OptimizerConfig, optimizer)
         self.architecture = self.config.architecture()
-        self.attention_width = _attention_width(self.architecture.config)
+        self.attention_width = attention_width(self.architecture.config)
         # Plain values only: a checkpoint must load without unpickling classes.
         self.save_hyperparameters(
             {
@@ -334,7 +334,7 @@ def _plain(config: Any) -> dict[str, Any]:
     return values
 
 
-def _attention_width(config: Any) -> int | None:
+def attention_width(config: Any) -> int | None:
     """Heads times head size over all layers of a language model; the mean of both sizes where values have another than
     queries (DeepSeek). None: of a model of images.
     """
