@@ -199,6 +199,48 @@ def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collectio
                 _require(optimizer, group, parameter)
 
 
+def require_updates_by_parameter(optimizers: Sequence[Optimizer], sharding: str) -> None:
+    """Try every optimizer on a small parameter, alone and beside others, with its own options.
+
+    Args:
+        sharding: option that gives each rank some of the parameters only.
+
+    Raises:
+        ConfigurationError: one that updates a parameter by what is in others, such as by the norm of all gradients.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            here = [p for p in group["params"] if not p.is_meta]  # those are in other stages
+            if here and not _updates_by_parameter(optimizer, group, here[0]):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} updates a parameter by what is in others, and {sharding} gives each "
+                    "rank some of them only: use AdamW or another optimizer that updates each by itself, or dense=ddp "
+                    "without mesh.pp"
+                )
+
+
+def _updates_by_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
+    """Return True if the optimizer updates a parameter alike whatever is beside it, or cannot be tried."""
+    generator = torch.Generator().manual_seed(0)
+    size = (4, *(8,) * parameter.ndim)  # four parameters
+    weights, *gradients = (torch.randn(size, generator=generator, device="cpu") for _ in range(1 + _STEPS))
+    scale = torch.tensor([1.0, 100.0, 100.0, 100.0]).view(-1, *(1,) * parameter.ndim)
+    found = []
+    try:
+        for count in (1, 4):
+            trials = [nn.Parameter(values.to(parameter)) for values in (scale * weights)[:count]]
+            with torch.random.fork_rng(devices=[]):
+                replica = _like(optimizer, group, *trials)
+                for gradient in gradients:
+                    for trial, values in zip(trials, scale * gradient, strict=False):
+                        trial.grad = values.to(parameter)
+                    replica.step(lambda: 0.0)
+            found.append(trials[0].detach())
+    except Exception:  # of a class that we do not know
+        return True
+    return torch.equal(*found)
+
+
 def require_host_updates(optimizers: Sequence[Optimizer]) -> None:
     """Try every optimizer on a small parameter on the host that takes the place of another one.
 
@@ -342,11 +384,11 @@ def _trained(
     return trial.detach(), replica.state.get(trial, {})
 
 
-def _like(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """Build an optimizer of one parameter, of the same class and with a group's options."""
+def _like(optimizer: Optimizer, group: dict[str, Any], *parameters: nn.Parameter) -> Optimizer:
+    """Build an optimizer of these parameters, of the same class and with a group's options."""
     known = inspect.signature(type(optimizer)).parameters
     options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
-    return type(optimizer)([parameter], **options)
+    return type(optimizer)(list(parameters), **options)
 
 
 def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:

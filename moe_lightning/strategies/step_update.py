@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
-from moe_lightning.strategies.checks import require_no_exchanged_weights, require_separate_updates
+from moe_lightning.strategies.checks import (
+    require_no_exchanged_weights,
+    require_separate_updates,
+    require_updates_by_parameter,
+)
 from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
 from moe_lightning.strategies.options import RunOptions
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
@@ -90,6 +94,9 @@ class StepUpdate:
             require_separate_updates(optimizers, self._state.experts.stack_of)
             if self._state.shards.kind == "zero1":
                 require_no_exchanged_weights(optimizers)
+                require_updates_by_parameter(optimizers, "dense=zero1")
+            if self._worlds.axes.pp > 1:
+                require_updates_by_parameter(optimizers, "mesh.pp")
         self._num_groups = num_groups
 
     def begin_training(self) -> None:

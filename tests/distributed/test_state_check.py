@@ -29,7 +29,7 @@ from moe_lightning.state.sums import Damage, Sums, differing, state_units
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies import state_check
-from moe_lightning.strategies.checks import identical_buffers, require_updates_by_expert
+from moe_lightning.strategies.checks import identical_buffers, require_updates_by_expert, require_updates_by_parameter
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 from tests.chaos.elastic_worker import state_digests
@@ -133,6 +133,53 @@ def test_optimizers_that_mix_rows_are_refused(kind: Any, options: dict[str, Any]
     with pytest.raises(ConfigurationError, match=rf"^{kind.__name__} updates an expert differently .* use AdamW"):
         require_updates_by_expert([kind(parameters, **options)], parameters)
     require_updates_by_expert([kind(parameters, **options)], [])  # of dense parameters it is nobody's business
+
+
+class Clipping(torch.optim.SGD):
+    """One that clips by the norm of all of its gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "options"), [*ELEMENTWISE, (torch.optim.Adafactor, {}), (Lars, {})])
+def test_optimizers_of_whole_parameters_pass(kind: Any, options: dict[str, Any]) -> None:
+    state = torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16):
+        scale = nn.Parameter(torch.ones((), dtype=dtype))
+        for group in ([nn.Parameter(torch.ones(3, 5, dtype=dtype))], [scale]):
+            require_updates_by_parameter([kind(group, **options)], "dense=zero1")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [Clipping, torch.optim.LBFGS])
+@pytest.mark.parametrize("shape", [(), (3, 5)])
+def test_optimizers_that_mix_parameters_are_refused_where_ranks_have_some(kind: Any, shape: tuple[int, ...]) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(shape))])
+    with pytest.raises(ConfigurationError, match=rf"^{kind.__name__} updates .* in others, and mesh.pp gives each"):
+        require_updates_by_parameter([optimizer], "mesh.pp")
+
+
+class DenseClipped(OwnModule):
+    """Trains dense parameters only."""
+
+    def configure_optimizers(self) -> Any:
+        self.moe.requires_grad_(False)
+        return Clipping([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def refused_start(rank: int, world_size: int, strategy: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        make_trainer(rank, world_size, strategy, max_steps=1).fit(
+            DenseClipped(), DataLoader(RandomTokens(12), batch_size=6)
+        )
+    return str(caught.value)
+
+
+def test_an_optimizer_that_clips_by_itself_is_refused_with_zero1() -> None:
+    for text in run_pooled(2, refused_start, {"dense": "zero1"}):
+        assert text.startswith("Clipping updates a parameter by what is in others, and dense=zero1 gives each rank")
 
 
 def test_optimizers_that_quantize_large_states_are_refused() -> None:
