@@ -164,6 +164,7 @@ class Gradients:
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self.last_norm: Tensor | None = None
+        self._paired_in: int | None = None  # the step in which single gradients of several stages had a common norm
         self._writers: list[str] | None = None  # hooks that may change gradients, on any rank
 
     def clip_by_value(self, optimizer: Optimizer, most: float) -> None:
@@ -190,7 +191,8 @@ class Gradients:
         module their norm over all ranks; others are as they are on this rank. Collective.
 
         Raises:
-            ConfigurationError: a norm of the module's gradients other than the 2-norm.
+            ConfigurationError: a norm of the module's gradients other than the 2-norm, or norms of single ones in a
+                pipeline.
         """
         world, stack_of = self._worlds.present, self._state.experts.stack_of
         parameters = [p for p in self._state.module.parameters() if p.requires_grad]
@@ -204,12 +206,37 @@ class Gradients:
                 f"a norm of gradients with norm_type={order} is not computed over all ranks: use norm_type=2, or "
                 'self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm="value")'
             )
+        if world.pipe.size > 1:
+            self._require_common_norm(len(among), world.pipe)
         norm = global_gradient_norm(parameters, stack_of, world.stage, world.pipe, among=among)
         return [norm, *(gradient for gradient in gradients if _memory_of(gradient) not in among)]
 
+    def _require_common_norm(self, count: int, pipe: World) -> None:
+        """Refuse a loop over parameters, each clipped by its own norm: a parameter of one stage would be clipped by the
+        norm of itself and one of another stage; collective.
+
+        Args:
+            count: gradients of this stage in the norm.
+
+        Raises:
+            ConfigurationError: for the second time in a step, several stages have one gradient and none has more.
+        """
+        counts = torch.zeros(pipe.size, device=pipe.device)
+        counts[pipe.rank] = count
+        all_reduce_(counts, pipe)
+        counts, step = pipe.read(counts), self._state.trainer.global_step
+        if counts.max() != 1 or counts.sum() == 1:
+            return
+        if self._paired_in == step:
+            raise ConfigurationError(
+                "clip_grad_norm_ is called for one parameter at a time, and the stages of mesh.pp have other "
+                "parameters: call it once for all, or use self.clip_gradients(optimizer, gradient_clip_val=...)"
+            )
+        self._paired_in = step
+
     def forget_writers(self) -> None:
         """Ask all ranks again for hooks that may change gradients, in another training or world."""
-        self._writers = None
+        self._writers = self._paired_in = None
 
     @torch.no_grad()
     def require_same_gradients(self, optimizer: Optimizer) -> None:

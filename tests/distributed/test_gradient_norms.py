@@ -143,6 +143,14 @@ class ClipsManuallyByInfinity(ClipsManually):
     clip = staticmethod(partial(torch.nn.utils.clip_grad_norm_, norm_type=float("inf")))  # type: ignore[assignment]
 
 
+class ClipsEach(Clips):
+    """Clips each parameter by its own norm."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for parameter in self.parameters():
+            torch.nn.utils.clip_grad_norm_(parameter, 0.05)
+
+
 class ClipsInACallback(pl.Callback):
     """Clips where hooks see gradients."""
 
@@ -239,3 +247,8 @@ def test_clipping_by_what_one_rank_knows_is_refused_before_the_update(
 ) -> None:
     with pytest.raises(RankFailure, match=message):
         run_pooled(2, clipped, kind, strategy)
+
+
+def test_clipping_parameter_by_parameter_is_refused_in_stages() -> None:
+    with pytest.raises(RankFailure, match="clip_grad_norm_ is called for one parameter at a time"):
+        run_pooled(2, clipped, ClipsEach, {"mesh": {"pp": 2}, "timeout_s": 20})
