@@ -921,6 +921,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if not self.steps.is_dummy_batch:
             self.update.check_loss(closure_loss, self.steps.batch)
         weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
+        self.update.gradients.begin_sum()
         with self.steps.summing():
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(weighted, module)

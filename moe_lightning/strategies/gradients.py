@@ -159,13 +159,19 @@ class Gradients:
 
     Attributes:
         last_norm: of the last clipped step, over the whole model.
+        has_summed: a backward pass went through the strategy, which sums gradients over ranks.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self.last_norm: Tensor | None = None
+        self.has_summed = False
         self._paired_in: int | None = None  # the step in which single gradients of several stages had a common norm
         self._writers: list[str] | None = None  # hooks that may change gradients, on any rank
+
+    def begin_sum(self) -> None:
+        """Begin a backward pass that goes through the strategy."""
+        self.has_summed = True
 
     def clip_by_value(self, optimizer: Optimizer, most: float) -> None:
         """Clip every element of an optimizer's gradients."""
@@ -244,11 +250,18 @@ class Gradients:
         changed them, or the module steps by itself; collective then, and at the first update in a world.
 
         Raises:
-            ConfigurationError: they differ, on every rank.
+            ConfigurationError: they differ, on every rank; or parameters are cut, and no backward pass of a module that
+                optimizes manually went through the strategy.
         """
         world = self._worlds.present.stage
         if world.size == 1:
             return
+        by_hand = not self._state.module.automatic_optimization
+        if by_hand and not self.has_summed and any(map(is_cut, self._state.parameters_of(optimizer))):
+            raise ConfigurationError(
+                "the training step updates parameters that are cut without a backward pass of the strategy, which "
+                "sums their gradients: call self.manual_backward(loss) instead of loss.backward()"
+            )
         if self._writers is None:  # a rank may have a callback that others lack
             found = all_gather_json(_writers_of_gradients(self._state.trainer, self._state.module), world)
             self._writers = sorted({name for names in found for name in names})
@@ -263,8 +276,8 @@ class Gradients:
             return
         first = differing[0]
         unused = (
-            "; where a loss leaves parameters unused, as with several optimizers, give the strategy "
-            "find_unused_parameters=True"
+            "; call self.manual_backward(loss) instead of loss.backward(); where a loss leaves parameters unused, as "
+            "with several optimizers, give the strategy find_unused_parameters=True"
         )
         whose = "replicas of experts" if first else "dense parameters"
         raise ConfigurationError(
@@ -272,7 +285,7 @@ class Gradients:
             f"{least[first]:.6g} to {greatest[first]:.6g}), because a rank's own gradients are not those of the whole "
             "model: clip with self.clip_gradients(optimizer, gradient_clip_val=...) or "
             "torch.nn.utils.clip_grad_norm_, and change gradients only by what is equal on all ranks"
-            + ("" if self._state.module.automatic_optimization else unused)
+            + (unused if by_hand else "")
         )
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_lightning import GPTModule, OptimizerConfig, gradient_norms
@@ -143,6 +143,15 @@ class ClipsManuallyByInfinity(ClipsManually):
     clip = staticmethod(partial(torch.nn.utils.clip_grad_norm_, norm_type=float("inf")))  # type: ignore[assignment]
 
 
+class BackwardByHand(ClipsManually):
+    """Computes gradients past Lightning."""
+
+    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
+
+    clip = staticmethod(lambda *_: None)  # type: ignore[assignment]
+
+
 class ClipsEach(Clips):
     """Clips each parameter by its own norm."""
 
@@ -247,6 +256,12 @@ def test_clipping_by_what_one_rank_knows_is_refused_before_the_update(
 ) -> None:
     with pytest.raises(RankFailure, match=message):
         run_pooled(2, clipped, kind, strategy)
+
+
+@pytest.mark.parametrize("strategy", [{}, {"dense": "fsdp"}])
+def test_a_backward_pass_past_the_strategy_is_named(strategy: dict[str, Any]) -> None:
+    with pytest.raises(RankFailure, match=r"call self\.manual_backward\(loss\) instead"):
+        run_pooled(2, clipped, BackwardByHand, strategy)
 
 
 def test_clipping_parameter_by_parameter_is_refused_in_stages() -> None:
