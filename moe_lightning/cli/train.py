@@ -228,10 +228,12 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
     recovers = bool(config["callbacks"].get("fault_recovery"))
     if not fits(enabled, bool | Literal["auto"]):
         raise ConfigurationError(f"elastic.enabled={shown(enabled)} must be true, false or auto")
-    if enabled is True and external:
+    meets_others = options.get("rdzv_endpoint") is not None or options.get("num_nodes", 1) != 1
+    if external and enabled and (enabled is True or meets_others):
+        asked = "elastic.enabled=true" if enabled is True else "elastic.rdzv_endpoint or elastic.num_nodes is given"
         raise ConfigurationError(
-            "elastic.enabled=true, but torchrun or srun started these ranks and ends all of them with the first: "
-            "run moe-train itself on every node, with elastic.rdzv_endpoint=HOST:PORT"
+            f"{asked}, but torchrun or srun started these ranks and ends all of them with the first: run moe-train "
+            "itself on every node, under SLURM in a step of one task for each, with elastic.rdzv_endpoint=HOST:PORT"
         )
     if enabled is True and not recovers:
         raise ConfigurationError("elastic.enabled=true needs a callback that recovers: use callbacks=fault_recovery")
@@ -264,7 +266,8 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
     """The configuration with accelerator and devices decided.
 
     Raises:
-        ConfigurationError: devices that this machine lacks, or several nodes without anything that starts them.
+        ConfigurationError: devices that this machine lacks, another number of ranks than was started, or several nodes
+            without anything that starts them.
     """
     trainer = dict(config["trainer"])
     gpus = _visible_gpus()
@@ -282,7 +285,13 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
     trainer["accelerator"] = accelerator
     _check_devices(trainer.get("devices", "auto"), gpus if accelerator != "cpu" else 0)
     if external:
-        trainer |= _ranks_from_environment()
+        started, wanted = _ranks_from_environment(), trainer.get("devices", "auto")
+        if wanted not in ("auto", -1, "-1", started["devices"]):
+            raise ConfigurationError(
+                f"ranks={shown(wanted)}, but torchrun or srun started {started['devices']} on each node: leave ranks "
+                "out, or start as many"
+            )
+        trainer |= started
     else:
         if trainer.get("num_nodes", 1) != 1:
             raise ConfigurationError(
@@ -544,8 +553,8 @@ def run_job(composed: DictConfig) -> float | None:
     """
     config = resolved(composed)
     external = is_externally_launched()
-    config = with_ranks(config, external=external)
     elastic = elastic_options(config, external=external)
+    config = with_ranks(config, external=external)
     directory = RunDirectory(Path(config["run_dir"]))
     if external and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) != "0":
         if not _finished(directory, config):

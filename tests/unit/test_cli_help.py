@@ -158,3 +158,17 @@ def test_ranks_of_torchrun_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "12"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert with_ranks(config, external=True)["trainer"] == {"accelerator": "gpu", "devices": 4, "num_nodes": 3}
+
+
+def test_ranks_that_another_launcher_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(train, "_visible_gpus", lambda: 8)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
+    for ranks in (8, [0]):
+        config = {"trainer": {"accelerator": "gpu", "devices": ranks, "num_nodes": 1}}
+        with pytest.raises(ConfigurationError, match="started 1 on each node: leave ranks out"):
+            with_ranks(config, external=True)
+    config = {"trainer": {"accelerator": "gpu", "devices": 1, "num_nodes": 1}}
+    assert with_ranks(config, external=True)["trainer"]["num_nodes"] == 4

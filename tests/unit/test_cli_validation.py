@@ -78,6 +78,15 @@ def test_elastic_settings_are_checked_in_every_run() -> None:
             elastic_options(composed(override), external=False)
 
 
+@pytest.mark.parametrize("override", ["rdzv_endpoint='host:29400'", "num_nodes=4", "enabled=true"])
+def test_ranks_of_another_launcher_are_not_elastic(override: str) -> None:
+    overrides = ["callbacks=fault_recovery", f"elastic.{override}"]
+    with pytest.raises(ConfigurationError, match=r"torchrun or srun started these ranks.*a step of one task"):
+        elastic_options(composed(*overrides), external=True)
+    if "enabled" not in override:
+        assert elastic_options(composed(*overrides, "elastic.enabled=false"), external=True) is None
+
+
 PACKAGE = "# @package _global_\n"
 
 
