@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
@@ -140,7 +140,7 @@ class FaultRecovery(ExpertParallelCallback):
         stage_size = max(1, strategy.world_size // strategy.worlds.axes.pp)
         strategy.placing.require_replicas(self._min_replicas, stage_size)
         if not strategy.worlds.is_elastic:
-            rank_zero_info(
+            rank_zero_warn(
                 "FaultRecovery: no elastic launcher started these ranks, so a fault ends the run; "
                 "the same command resumes it"
             )

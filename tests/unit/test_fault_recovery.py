@@ -36,6 +36,14 @@ def test_fits_that_cannot_go_back_are_refused(
         FaultRecovery().on_fit_start(trainer, module)
 
 
+def test_a_run_without_an_elastic_launcher_is_told_so() -> None:
+    """By a warning: moe-train silences Lightning's notes."""
+    strategy = ExpertParallelStrategy(replicas=2)
+    trainer: Any = SimpleNamespace(strategy=strategy)
+    with pytest.warns(UserWarning, match="no elastic launcher started these ranks, so a fault ends the run"):
+        FaultRecovery(min_replicas=1).setup(trainer, None, "fit")  # type: ignore[arg-type]
+
+
 def report(step: int, *lost: int) -> RecoveryReport:
     return RecoveryReport(
         reason=f"ranks {lost} were killed",
