@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.types import _Stateful as StatefulLoader
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary, WeightAveraging
@@ -157,6 +158,13 @@ def use_own_methods(precision: Precision) -> None:
     """The plugin clips and converts as stock Lightning again."""
     for name in ("clip_grad_by_norm", "clip_grad_by_value", "convert_module"):
         precision.__dict__.pop(name, None)
+
+
+def set_environment(strategy: Any, environment: ClusterEnvironment | None) -> None:
+    """Set what says which rank a strategy runs on. Lightning itself does so when a Trainer is made, and no public
+    method does.
+    """
+    strategy.cluster_environment = environment
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:

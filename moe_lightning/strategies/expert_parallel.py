@@ -80,6 +80,7 @@ from moe_lightning.strategies.launchers import (
     PrivateLauncher,
     WorkerLauncher,
     build_launcher,
+    environment_of_rank,
     meeting_of,
 )
 from moe_lightning.strategies.options import PlacementOptions, RunOptions, check_stock_options
@@ -367,6 +368,7 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
+        private_lightning.set_environment(self, environment_of_rank(self.cluster_environment))
         super().set_world_ranks()
         task = ElasticTask.from_environment()
         if task is not None and task.starts > 1:

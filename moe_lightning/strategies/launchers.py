@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
@@ -126,6 +127,18 @@ def meeting_of(environment: ClusterEnvironment | None) -> str:
     assert environment is not None
     names = [os.environ.get(name, "") for name in _NAMES_OF_RUNS]
     return " ".join([environment.main_address, str(environment.main_port), *names])
+
+
+def environment_of_rank(found: ClusterEnvironment | None) -> ClusterEnvironment | None:
+    """Return what describes this rank: the plain variables of an elastic launcher, whose ranks change, also in a job of
+    SLURM or the like, which Lightning finds there.
+
+    Args:
+        found: by Lightning.
+    """
+    if found is None or isinstance(found, LightningEnvironment) or ElasticTask.from_environment() is None:
+        return found
+    return LightningEnvironment()
 
 
 def build_launcher(strategy: Any) -> PrivateLauncher | WorkerLauncher | None:
