@@ -11,9 +11,14 @@ all in an epoch that is resumed.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -121,6 +126,7 @@ class StepLoader:
         if options.get("generator") is None:
             options["generator"] = self._own_generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.batch_sampler, **options)
+        self.worker_init_fn = options.get("worker_init_fn")
 
     def rows_by_source(self, here: StepSlice | None) -> dict[str, torch.Tensor]:
         """Return which rows of a batch are of each source, bool [rows]; none for a data set without `source_rows`.
@@ -359,11 +365,29 @@ class StepLoader:
     @property
     def worker_init_fn(self) -> Callable[[int], None] | None:
         """Function that every worker process calls first, as in torch's DataLoader."""
-        return self._loader.worker_init_fn
+        return self._worker_init_fn
 
     @worker_init_fn.setter
     def worker_init_fn(self, function: Callable[[int], None] | None) -> None:
-        self._loader.worker_init_fn = function
+        self._worker_init_fn = function
+        self._loader.worker_init_fn = partial(_begin_worker, function)
+
+
+def _begin_worker(function: Callable[[int], None] | None, worker: int) -> None:
+    """Begin a worker process that only its rank ends: schedulers send SIGTERM to all processes of a job, and the rank
+    needs batches up to its last step. A worker that is spawned ends all the same: it has threads before this one.
+    """
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_rank, daemon=True).start()
+    if function is not None:
+        function(worker)
+
+
+def _end_with_rank() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _with_plain_errors(batches: Iterable[Any]) -> Iterator[Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -33,6 +36,7 @@ from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.training import quiet_trainer
+from tests.forks import PATIENCE_S
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -261,6 +265,25 @@ def test_a_stock_loader_keeps_its_options() -> None:
     assert list(loader) == [4] * 6
     loader.worker_init_fn = print
     assert loader.worker_init_fn is print
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say who sent a signal")
+def test_a_scheduler_does_not_end_workers_before_their_rank(tmp_path: Path) -> None:
+    """It sends SIGTERM to all processes of a job, and the rank trains on up to the end of a step, and saves."""
+    begun = [tmp_path / str(worker) for worker in range(2)]
+    options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": lambda worker: begun[worker].touch()}
+    loader = StepLoader(Numbers(48), StepSampler(num_samples=48, global_batch_size=4, shuffle=False), **options)
+    batches = iter(loader)
+    found = [next(batches), next(batches)]  # one of each worker
+    workers = multiprocessing.active_children()
+    subprocess.run(["kill", "-TERM", *(str(worker.pid) for worker in workers)], check=True)
+    found += islice(batches, 10)
+    assert torch.cat(found).flatten().tolist() == list(range(48))
+    assert all(path.exists() for path in begun)
+    for worker in workers:
+        worker.terminate()
+        worker.join(PATIENCE_S)
+        assert not worker.is_alive()
 
 
 @pytest.mark.parametrize("training", [True, False])
