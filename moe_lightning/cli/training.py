@@ -276,7 +276,8 @@ def _check_swin(config: SwinConfig, memory_bytes: int, state_bytes: int) -> None
 
 class GracefulStop(Callback):
     """Takes SIGINT and SIGTERM while training runs: the ranks agree at the next logging step to stop, and callbacks
-    save what they save at the end of a training, without the validation before it: a scheduler may not wait. A second
+    save what they save at the end of a training, without the validation before it and before the `min_epochs` and
+    `min_steps` of the Trainer are reached: a scheduler may not wait. A second
     SIGINT ends at once; SIGTERM may come from a scheduler that signals the launcher as well as its ranks.
 
     The ranks agree every `log_every_n_steps`, one rank alone after every step: asking in between would cost a
@@ -290,15 +291,18 @@ class GracefulStop(Callback):
         self.stopped_by: signal.Signals | None = None
         self._asked_by: signal.Signals | None = None
         self._limit: int | float = 1.0
+        self._least: tuple[int | None, int | None] = None, None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.stopped_by = self._asked_by = None
         self._limit = trainer.limit_val_batches
+        self._least = trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.limit_val_batches = self._limit
+        trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._least
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -319,6 +323,7 @@ class GracefulStop(Callback):
                 is_term = decide(self._asked_by == signal.SIGTERM, all=False)
                 self.stopped_by = signal.SIGTERM if is_term else signal.SIGINT
                 trainer.should_stop, trainer.limit_val_batches = True, 0
+                trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == self._asked_by == signal.SIGINT:

@@ -73,6 +73,15 @@ def test_a_stop_does_not_wait_for_validation(tmp_path: Path) -> None:
     assert trainer.limit_val_batches == 1.0
 
 
+@pytest.mark.parametrize("least", [{"min_steps": 30}, {"min_epochs": 2}])
+def test_a_stop_does_not_wait_for_the_least_training(tmp_path: Path, least: dict[str, int]) -> None:
+    callbacks = [GracefulStop(), Impatient(5, signals=[signal.SIGTERM])]
+    trainer = make_trainer(0, 1, callbacks=callbacks, max_steps=40, **least)
+    trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(96), batch_size=12))
+    assert trainer.global_step == 6
+    assert least.items() <= {"min_steps": trainer.min_steps, "min_epochs": trainer.min_epochs}.items()
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     stop = GracefulStop()
     with pytest.raises(SystemExit):  # Lightning's answer to Ctrl-C
