@@ -232,7 +232,10 @@ def end_on_signal(processes: Collection[Process], received: signal.Signals, grac
     """End the workers after a signal to their launcher: after SIGINT and SIGTERM they may take minutes to save, since a
     second signal, or the scheduler's own limit, ends them at once; after other signals `grace_s`.
     """
-    end(processes, _SAVING_S if received in (signal.SIGINT, signal.SIGTERM) else grace_s, is_request=True)
+    may_save = received in (signal.SIGINT, signal.SIGTERM)
+    if may_save and any(process.poll() is None for process in processes):
+        _print_line(f"{received.name}: the ranks end their step and save; another signal ends them at once")
+    end(processes, _SAVING_S if may_save else grace_s, is_request=True)
 
 
 def _interrupt(processes: Collection[Process]) -> None:

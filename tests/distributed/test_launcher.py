@@ -175,7 +175,9 @@ def test_a_closed_terminal_does_not_end_what_nohup_protects(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 7), (signal.SIGHUP, -signal.SIGKILL)]
 )
-def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(number: signal.Signals, code: int) -> None:
+def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(
+    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """However long that takes; there is no other grace here."""
     saving = (
         "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
@@ -184,6 +186,7 @@ def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(number: signal.Sign
         rank.wait_for(lambda: bool(rank.out))
         processes.end_on_signal([rank.process], number, grace_s=0.0)
         assert rank.process.returncode == code
+    assert ("save; another signal ends them at once" in capsys.readouterr().err) == (code == 7)
 
 
 @pytest.mark.slow
