@@ -350,10 +350,17 @@ def _ranks_from_environment() -> dict[str, int]:
     """Ranks per node and nodes, as torchrun or SLURM state them.
 
     Raises:
-        ConfigurationError: tasks of SLURM whose number on a node is not stated, which Lightning refuses.
+        ConfigurationError: variables that count something else than ranks, or tasks of SLURM whose number on a node is
+            not stated, which Lightning refuses.
     """
     if "WORLD_SIZE" in os.environ:
         world = int(os.environ["WORLD_SIZE"])
+        if world > 1 and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys():
+            raise ConfigurationError(
+                f"WORLD_SIZE={world} is set without LOCAL_RANK and LOCAL_WORLD_SIZE, as where Kubeflow counts pods: "
+                "start moe-train with torchrun in each pod, or unset RANK and WORLD_SIZE and give "
+                "elastic.rdzv_endpoint=HOST:PORT"
+            )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         return {"devices": local, "num_nodes": max(1, world // local)}
     nodes, tasks = int(os.environ.get("SLURM_STEP_NUM_NODES", "1")), int(os.environ["SLURM_STEP_NUM_TASKS"])

@@ -160,6 +160,19 @@ def test_ranks_of_torchrun_and_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_ranks(config, external=True)["trainer"] == {"accelerator": "gpu", "devices": 4, "num_nodes": 3}
 
 
+def test_pods_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator of Kubeflow counts pods in the variables of ranks."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = {"trainer": {"accelerator": "cpu", "devices": "auto", "num_nodes": 1}}
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE=2 is set without LOCAL_RANK .* torchrun in each pod"):
+        with_ranks(config, external=is_externally_launched())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert with_ranks(config, external=is_externally_launched())["trainer"]["devices"] == 1
+
+
 def test_ranks_that_another_launcher_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
