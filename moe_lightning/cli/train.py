@@ -291,6 +291,12 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
                 f"ranks={shown(wanted)}, but torchrun or srun started {started['devices']} on each node: leave ranks "
                 "out, or start as many"
             )
+        if accelerator != "cpu" and started["devices"] > gpus:
+            raise ConfigurationError(
+                f"{started['devices']} ranks on each node, but torch sees {gpus} GPUs in each of them: start as many "
+                f"ranks as there are GPUs, under SLURM with --gpus-per-node={started['devices']} in place of "
+                "--gpus-per-task and --gpu-bind"
+            )
         trainer |= started
     else:
         if trainer.get("num_nodes", 1) != 1:

@@ -167,10 +167,21 @@ def test_pods_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = {"trainer": {"accelerator": "cpu", "devices": "auto", "num_nodes": 1}}
-    with pytest.raises(ConfigurationError, match="WORLD_SIZE=2 is set without LOCAL_RANK .* torchrun in each pod"):
+    with pytest.raises(ConfigurationError, match=r"WORLD_SIZE=2 is set without LOCAL_RANK .* torchrun in each pod"):
         with_ranks(config, external=is_externally_launched())
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert with_ranks(config, external=is_externally_launched())["trainer"]["devices"] == 1
+
+
+def test_tasks_of_slurm_see_all_gpus_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    monkeypatch.setattr(train, "_visible_gpus", lambda: 1)  # by --gpus-per-task=1
+    config = {"trainer": {"accelerator": "auto", "devices": "auto", "num_nodes": 1}}
+    with pytest.raises(ConfigurationError, match=r"4 ranks on each node, .* sees 1 GPUs .* --gpus-per-node=4 in place"):
+        with_ranks(config, external=True)
 
 
 def test_ranks_that_another_launcher_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
