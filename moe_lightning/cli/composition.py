@@ -9,7 +9,6 @@ sentence with the key as the user typed it, the nearest key or the possible choi
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import itertools
 import os
@@ -26,11 +25,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from hydra.utils import instantiate
-from omegaconf import ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.compat.private_hydra import full_key
+from moe_lightning.cli.targets import ALLOW_VARIABLE, is_allowed, located
+from moe_lightning.compat.private_hydra import Compose, full_key
 from moe_lightning.config import (
     TARGET,
     Coefficient,
@@ -79,6 +79,9 @@ def limits_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 _REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)
+_ALLOWED = "_execution_whitelist_"
+"""Argument of `instantiate` from Hydra 1.4 on."""
+
 _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
 
 _TYPED = {"module.config": "model", "module.optimizer": "optimizer", "trainer.devices": "ranks"}
@@ -94,13 +97,17 @@ def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
         arguments: objects passed beside the node's own values.
 
     Raises:
-        ConfigurationError: the constructor refuses its arguments.
+        ConfigurationError: the configuration may not name the class, or its constructor refuses the arguments.
     """
+    found = located(node[TARGET], key)
     built = {str(name): _built(child, _child(key, name)) for name, child in node.items()}
+    options = {}
+    if _ALLOWED in inspect.signature(instantiate).parameters:
+        options[_ALLOWED] = [node[TARGET], f"{found.__module__}.{found.__qualname__}"]
     try:
-        return instantiate(built, **arguments, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__ or error
+        return instantiate(built, **options, **arguments, _convert_="all")
+    except Exception as error:
+        cause = (error.__cause__ or error) if isinstance(error, InstantiationException) else error
     # Only here: launchers use this module, and importing Lightning would take them seconds.
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -174,37 +181,6 @@ def _arguments(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
     """True if the value is the constructor's default, which not every library's annotations allow."""
     return parameter is not None and type(value) is type(parameter.default) and value == parameter.default
-
-
-def located(target: Any, key: str) -> Callable[..., Any]:
-    """The class or function of a dotted name; what else goes wrong in importing a module is its author's to see in
-    full.
-    """
-    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
-        raise ConfigurationError(f"{key}.{TARGET}={shown(target)} must be the dotted name of a class or function")
-    module, attributes = target, list[str]()
-    while True:
-        try:
-            found = importlib.import_module(module)
-            break
-        except ModuleNotFoundError as error:
-            if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-                raise ConfigurationError(
-                    f"{key}.{TARGET}={target} needs a missing package: {one_line(error)}"
-                ) from error
-            module, _, name = module.rpartition(".")
-            attributes.insert(0, name)
-            if not module:
-                raise ConfigurationError(
-                    f"{key}.{TARGET}={target} cannot be imported ({one_line(error)}): give PACKAGE.MODULE.CLASS"
-                ) from None
-    for name in attributes:
-        if not hasattr(found, name):
-            raise ConfigurationError(f"{key}.{TARGET}={target} does not exist: {module} has no {name}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise ConfigurationError(f"{key}.{TARGET}={target} is not a class or function: name one")
-    return found
 
 
 _GROUPS = ("model", "optimizer", "data", "strategy", "trainer", "module")
@@ -443,6 +419,53 @@ def as_run_name(name: object) -> str:
 
 OmegaConf.register_new_resolver("as_run_name", as_run_name, replace=True)
 OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
+
+
+_HARMLESS = (
+    *("run", "sweep", "mode", "output_subdir", "verbose", "runtime", "overrides"),
+    *("job.name", "job.config", "job.config_name", "job.override_dirname", "sweeper.params"),
+)
+"""Keys below `hydra` that name folders, parts of a sweep and what is composed."""
+
+
+def check_hydra_settings(composed: DictConfig, overrides: Sequence[str], composed_from: Compose) -> None:
+    """Refuse what files of the user's own set below `hydra`: it names objects, commands and environment variables.
+
+    Args:
+        composed: from the overrides.
+        composed_from: composes from others.
+
+    Raises:
+        ConfigurationError: a key that neither the command nor a recipe of ours has set.
+    """
+    if is_allowed("hydra"):
+        return
+    words = (override.partition("=") for override in overrides)
+    own = ["".join(word) for word in words if word[0].lstrip("+~").startswith("hydra") or _is_our_recipe(*word)]
+    try:
+        expected = composed_from(own)
+    except HydraException:  # a key that only those files have
+        expected = composed_from([])
+    known = dict(_leaves(OmegaConf.to_container(expected.hydra, resolve=False)))
+    for key, value in _leaves(OmegaConf.to_container(composed.hydra, resolve=False)):
+        is_harmless = any(key == name or key.startswith(f"{name}.") for name in _HARMLESS)
+        if not is_harmless and (key not in known or known[key] != value):
+            raise ConfigurationError(
+                f"a file of --config-dir sets hydra.{key}, which can run code: give it on the command line, or set "
+                f"{ALLOW_VARIABLE}=hydra in the environment if you trust that folder"
+            )
+
+
+def _is_our_recipe(key: str, _: str, name: str) -> bool:
+    return key == "recipes" and name in choices("recipes")
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for name, child in node.items():
+            yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, node
 
 
 @contextmanager

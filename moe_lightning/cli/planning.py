@@ -18,8 +18,9 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
 from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes
-from moe_lightning.cli.composition import build_object, located
+from moe_lightning.cli.composition import build_object
 from moe_lightning.cli.footprint import PRECISIONS, TrainingShape, count_footprint
+from moe_lightning.cli.targets import located
 from moe_lightning.config import TARGET
 from moe_lightning.data.corpus import tokenizer_of
 from moe_lightning.data.text import sources_of

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.cli.composition import located
 from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.targets import located
 from moe_lightning.config import TARGET, is_resumable, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text

@@ -41,6 +41,7 @@ from moe_lightning.cli.composition import (
     KEYS,
     check_arguments,
     check_groups,
+    check_hydra_settings,
     check_recipe,
     check_top_level,
     choices,
@@ -56,6 +57,7 @@ from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
+from moe_lightning.cli.targets import typed_targets_allowed
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.membership import ElasticSettings
@@ -461,7 +463,7 @@ def _run_hydra(arguments: Sequence[str]) -> list[Path]:
     from hydra import version
     from hydra.core.hydra_config import HydraConfig
 
-    from moe_lightning.compat.private_hydra import get_args_parser, run_hydra
+    from moe_lightning.compat.private_hydra import checked_compositions, get_args_parser, run_hydra
 
     version.setbase("1.3")
     parser = get_args_parser()
@@ -500,7 +502,13 @@ def _run_hydra(arguments: Sequence[str]) -> list[Path]:
                 raise
             return None  # Hydra would print a note of its own
 
-    with _own_failures(failures), _full_hydra_errors(), composition_errors(arguments):
+    with ExitStack() as contexts:
+        contexts.enter_context(typed_targets_allowed(options.overrides))
+        contexts.enter_context(_own_failures(failures))
+        contexts.enter_context(_full_hydra_errors())
+        contexts.enter_context(composition_errors(arguments))
+        if options.config_dir is not None or any("hydra.searchpath" in word for word in options.overrides):
+            contexts.enter_context(checked_compositions(check_hydra_settings))
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
@@ -542,7 +550,8 @@ def _advise(arguments: Sequence[str]) -> None:
 
     folder = [] if config_dir is None else ["--config-dir", config_dir]
     read = [with_quotes(one) for one in _as_settings([*settings, *folder]) if one not in folder]
-    advise(given, read, config_dir)
+    with typed_targets_allowed(read):
+        advise(given, read, config_dir)
 
 
 def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
@@ -843,6 +852,10 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.config_path is not None or options.config_name is not None:
         raise ConfigurationError(
             "--config-path and --config-name would replace moe-train's configuration: use --config-dir"
+        )
+    if options.experimental_rerun is not None:
+        raise ConfigurationError(
+            "--experimental-rerun unpickles a configuration, which can run code: give the folder's overrides again"
         )
 
 

@@ -18,6 +18,11 @@ from moe_lightning.user_errors import nearest, one_line
 HERE = "tests.unit.test_cli_instantiation"
 
 
+@pytest.fixture(autouse=True)
+def _trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_LIGHTNING_ALLOW", f"no_such_package, {HERE}")
+
+
 class Engine:
     """Something to build."""
 

@@ -49,6 +49,8 @@ METHODS = {
     "hydra._internal.utils._run_hydra":
         "args, args_parser, task_function, config_path, config_name, caller_stack_depth",
     "hydra._internal.utils.get_args_parser": "",
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._load_configuration_impl":
+        "self, config_name, overrides, run_mode, from_shell, validate_sweep_overrides",
     "omegaconf.Node._get_full_key": "self, key",
     "torch.distributed.distributed_c10d._get_default_store": "",
     "torch.distributed.distributed_c10d._set_pg_timeout": "timeout, group",

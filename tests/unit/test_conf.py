@@ -11,7 +11,8 @@ import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, config_folder, located, node_of
+from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, config_folder, node_of
+from moe_lightning.cli.targets import located
 from moe_lightning.config import pretrained_options
 from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.moe.router import RouterConfig

@@ -1,0 +1,147 @@
+"""Which classes and functions a configuration may name as `_target_`.
+
+A recipe and the `config.yaml` of a run choose among the public classes of this library, of Lightning and of torch that
+a training is made of, so they cannot run code of their own. Everything else is named by the user: on the command
+line, or in `MOE_LIGHTNING_ALLOW`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
+from hydra.errors import OverrideParseException
+
+from moe_lightning.config import TARGET, shown
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.user_errors import one_line
+
+ALLOW_VARIABLE = "MOE_LIGHTNING_ALLOW"
+"""Packages, modules, classes and functions that the user trusts, separated by commas. Ranks inherit it."""
+
+_OWNERS = (
+    *(f"moe_lightning.{name}" for name in ("callbacks", "data", "doctor")),
+    *(f"moe_lightning.{name}" for name in ("elastic.launcher", "elastic.membership", "models", "moe", "strategies")),
+    *(f"lightning.pytorch.{name}" for name in ("callbacks", "loggers", "plugins")),
+    *(f"lightning.pytorch.{name}" for name in ("profilers", "strategies", "trainer")),
+    *("lightning.fabric.plugins", "torch.nn", "torch.optim"),
+)
+"""Packages whose public classes every configuration may name. The libraries as a whole would not do: they have
+functions that load and run files, and classes that start processes.
+"""
+
+
+def located(target: Any, key: str) -> Callable[..., Any]:
+    """The class or function of a dotted name; what else goes wrong in importing a module is its author's to see in
+    full.
+
+    Raises:
+        ConfigurationError: no dotted name, nothing callable, or nothing that the configuration may name.
+    """
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        raise ConfigurationError(f"{key}.{TARGET}={shown(target)} must be the dotted name of a class or function")
+    is_named = is_allowed(target)
+    if not is_named and not any(_is_below(target, owner.partition(".")[0]) for owner in _OWNERS):
+        raise _refusal(target, target.partition(".")[0], key)  # before it is imported, which runs it
+    found = _imported(target, key)
+    if not callable(found):
+        raise ConfigurationError(f"{key}.{TARGET}={target} is not a class or function: name one")
+    if not is_named and not _is_public_class(found):
+        raise _refusal(target, target, key)
+    return found
+
+
+def is_allowed(name: str) -> bool:
+    """True if the user has named this or what it belongs to."""
+    return any(_is_below(name, allowed) for allowed in _allowed())
+
+
+def _allowed() -> list[str]:
+    return [name for word in os.environ.get(ALLOW_VARIABLE, "").split(",") if (name := word.strip())]
+
+
+@contextmanager
+def typed_targets_allowed(words: Sequence[str]) -> Iterator[None]:
+    """Allow the targets that the words of a command name, in this process and those that it starts meanwhile."""
+    former = os.environ.get(ALLOW_VARIABLE)
+    if not (typed := list(_typed_targets(words))):
+        yield
+        return
+    os.environ[ALLOW_VARIABLE] = ",".join([*_allowed(), *typed])
+    try:
+        yield
+    finally:
+        del os.environ[ALLOW_VARIABLE]
+        if former is not None:
+            os.environ[ALLOW_VARIABLE] = former
+
+
+def _typed_targets(words: Sequence[str]) -> Iterator[str]:
+    for word in words:
+        if TARGET not in word:
+            continue
+        try:
+            (setting,) = OverridesParser.create().parse_overrides([word])
+        except OverrideParseException:  # composing says so
+            continue
+        value = setting.value()
+        yield from _targets_in({setting.key_or_group: value.list if isinstance(value, ChoiceSweep) else value})
+
+
+def _targets_in(node: Any) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        for name, child in node.items():
+            if str(name).rpartition(".")[2] == TARGET:
+                yield from map(str, child if isinstance(child, list) else [child])
+            else:
+                yield from _targets_in(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _targets_in(child)
+
+
+def _imported(target: str, key: str) -> Any:
+    module, attributes = target, list[str]()
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+                raise ConfigurationError(
+                    f"{key}.{TARGET}={target} needs a missing package: {one_line(error)}"
+                ) from error
+            module, _, name = module.rpartition(".")
+            attributes.insert(0, name)
+            if not module:
+                raise ConfigurationError(
+                    f"{key}.{TARGET}={target} cannot be imported ({one_line(error)}): give PACKAGE.MODULE.CLASS"
+                ) from None
+    for name in attributes:
+        if not hasattr(found, name):
+            raise ConfigurationError(f"{key}.{TARGET}={target} does not exist: {module} has no {name}")
+        found = getattr(found, name)
+    return found
+
+
+def _is_public_class(found: Any) -> bool:
+    """True if a class is defined in one of the packages: a module's attributes also lead to what it has imported."""
+    if not isinstance(found, type) or found.__qualname__.startswith("_"):
+        return False
+    return any(_is_below(found.__module__, owner) for owner in _OWNERS)
+
+
+def _is_below(name: str, owner: str) -> bool:
+    return name == owner or name.startswith(f"{owner}.")
+
+
+def _refusal(target: str, trusted: str, key: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{key}.{TARGET}={target} is not a class that a configuration file may name: if you trust it, set "
+        f"{ALLOW_VARIABLE}={trusted} in the environment, or give the setting on the command line"
+    )

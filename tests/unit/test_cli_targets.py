@@ -1,0 +1,170 @@
+"""Configuration files cannot run code: what they may name, and what the user has to name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from moe_lightning.cli.composition import build_object
+from moe_lightning.cli.targets import ALLOW_VARIABLE, located, typed_targets_allowed
+from moe_lightning.cli.train import main
+from moe_lightning.errors import ConfigurationError
+from tests.commands import WORDS, write_words
+
+QUICK = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")
+EXECUTORS = [
+    "os.system",
+    "subprocess.Popen",
+    "builtins.exec",
+    "moe_lightning.cli.train.os.system",
+    "moe_lightning.callbacks.console.sys.exit",
+    "lightning.pytorch.trainer.trainer.os.system",
+    "lightning.pytorch.cli.LightningCLI",
+    "torch.hub.load",
+    "torch.load",
+    "torch.nn.modules.module.torch.load",
+    "torch.utils.cpp_extension.load_inline",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.SubprocessHandler",
+    "moe_lightning.checkpoint.agent_handle.start_agent",
+    "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher",
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Writes a recipe, and returns the words that choose it; `ran` is created by code of its folder."""
+    write_words(tmp_path, 500)
+    (tmp_path / "evil.py").write_text("open('ran', 'w').close()\n\n\ndef code(*args, **options):\n    return None\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+
+    def write(text: str) -> list[str]:
+        path = tmp_path / "own" / "recipes" / "mine.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# @package _global_\n{text}\n")
+        return ["--config-dir", "own", "recipes=mine", *QUICK]
+
+    return write
+
+
+def _error(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize("target", EXECUTORS)
+def test_what_executes_is_refused(target: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not a class that a configuration file may name"):
+        located(target, "module")
+    with pytest.raises(ConfigurationError, match="is not a class that a configuration file may name"):
+        build_object({"_target_": target}, "module")
+
+
+def test_parts_of_a_training_need_no_permission() -> None:
+    assert located("torch.nn.Linear", "x") is nn.Linear
+    assert build_object({"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}, "x").weight.shape == (
+        3,
+        2,
+    )
+
+
+@pytest.mark.parametrize(("allowed", "is_found"), [("os", True), ("os.system", True), ("o, os", True), ("o", False)])
+def test_the_environment_allows(allowed: str, is_found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOW_VARIABLE, allowed)
+    if is_found:
+        assert located("os.system", "x") is os.system
+    else:
+        with pytest.raises(ConfigurationError, match=f"set {ALLOW_VARIABLE}=os "):
+            located("os.system", "x")
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("module._target_=a.b.C", ["a.b.C"]),
+        ("+callbacks.x={_target_:a.C,y:[{_target_:b.D}]}", ["a.C", "b.D"]),
+        ("module._target_=a.C,b.D", ["a.C", "b.D"]),
+        ("module._target_='a.C'", ["a.C"]),
+        ("data.source=_target_", []),
+        ("module._target_=[", []),  # no setting
+    ],
+)
+def test_the_command_allows_what_it_names(word: str, named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with typed_targets_allowed([word]):
+        assert os.environ.get(ALLOW_VARIABLE, "").split(",") == (named or [""])
+    assert ALLOW_VARIABLE not in os.environ
+    monkeypatch.setenv(ALLOW_VARIABLE, "mine")
+    with typed_targets_allowed([word]):
+        assert os.environ[ALLOW_VARIABLE].split(",") == ["mine", *named]
+    assert os.environ[ALLOW_VARIABLE] == "mine"
+
+
+def test_a_recipe_of_somebody_else_does_not_even_import(
+    recipe: Callable[..., list[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = recipe("callbacks:\n  mine:\n    _target_: evil.code")
+    said = _error(words, capfd)
+    assert said.startswith("moe-train: error: callbacks.mine._target_=evil.code is not a class that a configuration")
+    assert said.endswith(f"set {ALLOW_VARIABLE}=evil in the environment, or give the setting on the command line")
+    assert not Path("ran").exists()
+    monkeypatch.setenv(ALLOW_VARIABLE, "evil")
+    assert "callbacks.mine._target_ makes a NoneType" in _error(words, capfd)
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("hydra:\n  job:\n    env_set:\n      PYTHONSTARTUP: evil.py", "job.env_set.PYTHONSTARTUP"),
+        ("hydra:\n  callbacks:\n    mine:\n      _target_: evil.code", "callbacks.mine._target_"),
+        (
+            "hydra:\n  job_logging:\n    version: 1\n    handlers:\n      mine:\n        (): evil.code",
+            "job_logging.handlers.mine.()",
+        ),
+        ("hydra:\n  sweeper:\n    _target_: evil.code", "sweeper._target_"),
+    ],
+)
+@pytest.mark.parametrize("is_sweep", [False, True])
+def test_settings_of_hydra_are_the_commands(
+    text: str, key: str, is_sweep: bool, recipe: Callable[..., list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = recipe(text)
+    said = _error([*words, *(["-m", "seed=1,2"] if is_sweep else [])], capfd)
+    assert said.startswith(f"moe-train: error: a file of --config-dir sets hydra.{key}")
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("hydra:\n  run:\n    dir: elsewhere", []),
+        ("seed: 3", ["+hydra.job.env_set.GREETING=hello"]),
+        ("hydra:\n  job:\n    env_set:\n      GREETING: hello", ["allowed"]),
+    ],
+)
+def test_what_hydra_may_be_told(
+    text: str, words: list[str], recipe: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Any] = {}
+    monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed: found.update(os.environ))
+    if "allowed" in words:
+        monkeypatch.setenv(ALLOW_VARIABLE, "hydra")
+    with pytest.raises(SystemExit) as ended:
+        main([*recipe(text), *(word for word in words if word != "allowed")])
+    assert ended.value.code == 0
+    assert found.get("GREETING", "hello") == "hello"
+    assert ("GREETING" in found) == ("GREETING" in text + "".join(words))
