@@ -27,6 +27,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.callbacks.loggers import log_histograms
@@ -181,7 +182,7 @@ class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
 
     * train/tokens_per_s (sum over ranks; samples where batches hold no token ids; padding that a mask in the batch
-      names is not counted), train/step_ms (maximum), train/gradient_norm, train/lr
+      names is not counted), train/step_ms (maximum), train/gradient_norm, train/lr (that the step's update used)
     * train/tokens_seen of all ranks since the run began, resumes included: the axis of scaling studies
     * val/perplexity of language models of this project, after each validation
     * train/mfu_ratio (mean): the model's floating-point operations over those that the devices could have done (PaLM,
@@ -234,6 +235,7 @@ class Telemetry(Callback):
         self._comparison = RankComparison()
         self._pace = _Pace()
         self._exchanges = _ExchangeTime()
+        self._lr = 0.0  # of the last update
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -271,6 +273,13 @@ class Telemetry(Callback):
             )  # as Lightning counts
 
     @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if optimizer is trainer.optimizers[0]:  # schedules set the next rate before the batch ends
+            self._lr = float(optimizer.param_groups[0]["lr"])
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -301,7 +310,8 @@ class Telemetry(Callback):
             *self._pace_metrics(has_mfu=has_mfu and getattr(pl_module, "flops_per_batch", None) is not None),
             *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
-            *_optimizer_metrics(trainer),
+            Metric(name="train/lr", value=self._lr),
+            *_gradient_norm(trainer),
             *(metric for number, layer in layers.items() for metric in layer_metrics(number, layer)),
             *(Metric(name=name, value=value) for name, value in health.items()),
         ]
@@ -421,8 +431,7 @@ def _slowest_rank(trainer: pl.Trainer) -> dict[str, float]:
     return {} if slowest is None else {"ranks/slowest": float(slowest.rank), "ranks/slowest_ratio": slowest.ratio}
 
 
-def _optimizer_metrics(trainer: pl.Trainer) -> Iterator[Metric]:
-    yield Metric(name="train/lr", value=float(trainer.optimizers[0].param_groups[0]["lr"]))
+def _gradient_norm(trainer: pl.Trainer) -> Iterator[Metric]:
     norm = getattr(trainer.strategy, "last_gradient_norm", None)
     if norm is not None:
         yield Metric(name="train/gradient_norm", value=float(norm))

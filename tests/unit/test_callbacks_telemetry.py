@@ -151,6 +151,17 @@ def test_a_model_without_experts_has_no_file_of_loads(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_the_learning_rate_is_the_one_that_the_step_used() -> None:
+    logged = Logged()
+    trainer = quiet_trainer(callbacks=[Telemetry(), logged], max_steps=3, log_every_n_steps=1)
+    module = GPTModule(TINY, OptimizerConfig(lr=2e-3, warmup_steps=2, decay="constant"))
+    used: list[float] = []
+    module.on_before_optimizer_step = lambda optimizer: used.append(optimizer.param_groups[0]["lr"])  # type: ignore[method-assign]
+    trainer.fit(module, DataLoader(RandomTokens(36), batch_size=12))
+    assert len(set(used)) > 1
+    assert [logged.steps[step]["train/lr"] for step in (1, 2, 3)] == pytest.approx(used)
+
+
 def test_logs_every_n_steps(tmp_path: Path) -> None:
     logged = Logged()
     path = tmp_path / "expert_load.csv"
