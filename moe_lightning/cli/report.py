@@ -152,7 +152,12 @@ def training(metrics: Metrics, logged: Metrics) -> Section:
     faults = list(metrics.get("recovery/lost_rank", {}))
     parts = []
     for title, unit, caption, lines in (
-        ("loss", "loss (nats)", "Mean over the tokens of the global batch.", losses),
+        (
+            "loss",
+            "loss (nats)",
+            "Mean over the tokens of the global batch; of training with accumulation, of its last micro-batch.",
+            losses,
+        ),
         ("speed", "tokens/s", "Of all ranks, validation excluded.", _named(metrics, "train/tokens_per_s")),
         ("time of a step", "ms", "Of the slowest rank.", _named(metrics, "train/step_ms", "comm/exchange_ms")),
         (

@@ -187,7 +187,8 @@ class GPTModule(SupervisedModule):
     padded ones, or (inputs, targets, is_token, begins [B, L]) of packed ones.
 
     Logs `train/loss`, `val/loss` and `test/loss`: mean cross-entropy in nats per token over the global batch,
-    targets of -100 and auxiliary losses not included.
+    targets of -100 and auxiliary losses not included; `train/loss` with gradient accumulation over the last
+    micro-batch of the step.
 
     Args:
         config: the model, as a GPTConfig or its keyword arguments.

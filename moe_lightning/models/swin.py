@@ -158,7 +158,7 @@ class SwinModule(SupervisedModule):
 
     Logs `train/loss`, `val/loss` and `test/loss`, the mean cross-entropy in nats an image, auxiliary losses not
     included; and for each the shares of images whose class is the likeliest, `val/accuracy`, or among the five
-    likeliest, `val/top_5_accuracy`.
+    likeliest, `val/top_5_accuracy`. With gradient accumulation, those of training are of the step's last micro-batch.
 
     Args:
         config: the model, as a SwinConfig or its keyword arguments.

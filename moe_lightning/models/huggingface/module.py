@@ -203,7 +203,7 @@ class HuggingFaceModule(SupervisedModule):
     document of each token begins, where several are packed; or images [B, C, H, W] and classes [B].
 
     Logs `train/loss`, `val/loss` and `test/loss`: the mean cross-entropy in nats over the targets of the global batch,
-    auxiliary losses not included.
+    auxiliary losses not included; `train/loss` with gradient accumulation over the last micro-batch of the step.
 
     Args:
         config: the checkpoint, as a HuggingFaceConfig or its keyword arguments.
