@@ -187,7 +187,7 @@ class Telemetry(Callback):
     * val/perplexity of language models of this project, after each validation
     * train/mfu_ratio (mean): the model's floating-point operations over those that the devices could have done (PaLM,
       arXiv 2204.02311, appendix B), where the module has `flops_per_batch` and the device's peak is known; not with
-      `mesh.pp`
+      `mesh.pp`. Frozen weights, as beside adapters, count as trained ones
     * device/peak_memory_bytes (maximum) that tensors took since the process began, on GPUs
     * moe/layerNN/expert_imbalance_ratio: busiest expert over the mean; moe/layerNN/rank_imbalance_ratio: busiest rank
       over the mean, so after replicas and quotas did their work; moe/expert_imbalance_ratio and

@@ -331,7 +331,7 @@ class ModelSize:
     def training_flops(self, num_tokens: int, context_length: float, attention_width: int) -> int:
         """Floating-point operations of one forward and backward pass (PaLM, arXiv 2204.02311, appendix B): six for
         each parameter and token, and twelve for each token, position and unit of attention. Nothing is added for
-        recomputation or for the routers' softmax, nothing taken off for causal masks.
+        recomputation or for the routers' softmax, nothing taken off for causal masks or frozen weights.
 
         Args:
             num_tokens: in all sequences together.
