@@ -30,7 +30,7 @@ _IMBALANCES = {
     "ranks, as trained": ("moe", "rank_imbalance_ratio"),
 }
 _TIMES = {"training waits": "stall_ms", "copy to memory": "snapshot_ms", "write to storage": "persist_ms"}
-_SIZES = {"copied to memory": "snapshot_bytes", "written to storage": "persist_bytes"}
+_SIZES = {"copied to memory by a rank": "snapshot_bytes", "written to storage by its node": "persist_bytes"}
 _MAX_RECOVERIES = 30
 _BY_STEPS_MADE = ("checkpoint/", "recovery/")
 
@@ -145,7 +145,7 @@ def checkpoint_pictures(metrics: Metrics) -> Iterator[tuple[str, Figure]]:
     if times:
         yield "checkpoint_ms", bar_chart(times, "what a checkpoint costs", "ms")
     if sizes:
-        yield "checkpoint_mb", bar_chart(sizes, "size of a checkpoint", "MB")
+        yield "checkpoint_mb", bar_chart(sizes, "parts of a checkpoint", "MB")
     plt = metrics.get("checkpoint/plt")
     if plt:
         line = {"lost": [(step, 100 * value) for step, value in plt.items()]}

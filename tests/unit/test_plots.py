@@ -178,6 +178,7 @@ def test_every_picture_is_drawn_and_named(run: Path, capsys: pytest.CaptureFixtu
     files = {path.stem: path.read_text() for path in (run / "pictures").iterdir()}
     assert set(files) == ALL
     assert all(ElementTree.fromstring(text).tag == f"{SVG}svg" for text in files.values())
+    assert "copied to memory by a rank" in files["checkpoint_mb"]
     assert {Path(line).stem for line in capsys.readouterr().out.splitlines()} == ALL
 
 
