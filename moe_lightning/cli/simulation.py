@@ -117,7 +117,7 @@ def overview(scenario: Scenario, report: Report, failures: Mapping[str, Any]) ->
     experts = work.num_layers * work.expert_params
     tokens_per_s = report.goodput * work.context_length
     flops = 3 * (work.dense_flops_per_token + 2 * work.top_k * experts)  # forward and backward
-    peak = nodes * hardware.ranks_per_node * hardware.flops_per_s
+    peak = float(hardware.rank_speeds(nodes * hardware.ranks_per_node).sum()) * hardware.flops_per_s
     whole, active = work.dense_params + work.num_experts * experts, work.dense_params + work.top_k * experts
     speed = "nothing is trained"
     if tokens_per_s:

@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, config_folder
 from moe_lightning.cli.sim import main
-from moe_lightning.cli.simulation import HEAD
+from moe_lightning.cli.simulation import HEAD, overview
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import POLICIES, Policy
 from moe_lightning.simulate.recommend import Advice
 from moe_lightning.simulate.scenario import Report
-from tests.unit.simulated import scenario
+from tests.unit.simulated import scenario, small_hardware
 
 UNTIED = ["model.tie_embeddings=false"]
 FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
@@ -80,6 +80,19 @@ def test_assumed_failures_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "assumed: 3 nodes every 300 s" in capsys.readouterr().out
     assert main([*three, "failures.kind=exponential", "failures.node_mtbf_hours=80"]) == 0
     assert "one of the 8 every 10 h, each time with 2 more;" in capsys.readouterr().out
+
+
+def test_mfu_is_that_of_nodes_with_their_speeds() -> None:
+    report = Report(**{f.name: 0 for f in fields(Report) if f.default is MISSING} | {"duration_s": 1.0, "samples": 500})
+    whole, slower = (
+        float(
+            re.findall(
+                r"MFU ([\d.]+)%", overview(scenario(hardware=machine), report, {"kind": "none", "simultaneous": 1})
+            )[0]
+        )
+        for machine in (small_hardware(), small_hardware(speeds=[1.0, 0.5]))
+    )
+    assert slower == pytest.approx(whole / 0.75, rel=0.02)
 
 
 def test_lost_tokens_are_weighed_against_lossless_windows(capsys: pytest.CaptureFixture[str]) -> None:
