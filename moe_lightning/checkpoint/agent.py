@@ -51,7 +51,7 @@ from moe_lightning.checkpoint.commit import prune, try_commit, withdraw_part, wr
 from moe_lightning.checkpoint.directory import Superseded, check_world, read_manifest
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
-from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively, write_durably
+from moe_lightning.checkpoint.storage.interface import Place, identity_of, lock_exclusively, write_durably
 from moe_lightning.errors import CheckpointError
 
 
@@ -261,6 +261,7 @@ class Agent:
             0, or 1 where a snapshot could not be persisted (its arena file is kept).
         """
         alive_at = time.monotonic()
+        served = identity_of(self.arenas_path)
         while True:
             busy = self.serve_once()
             now = time.monotonic()
@@ -268,7 +269,7 @@ class Agent:
                 alive_at = now
             is_stopping = self._stop.is_set() or (self.arenas_path / STOP).exists()
             gone = now - alive_at > grace_s
-            if not self.arenas_path.exists():
+            if not _is_at(self.arenas_path, served):
                 return self._leave()  # somebody took the node's snapshots away
             if (is_stopping or gone) and not busy and (self._backoff.failures >= _LAST_ATTEMPTS or not self._pending()):
                 return self._leave()
@@ -516,6 +517,14 @@ class Agent:
         if delete:
             arena.delete()
         arena.close()
+
+
+def _is_at(path: Path, identity: str) -> bool:
+    """True if a directory is still the one of this identity."""
+    try:
+        return identity_of(path) == identity
+    except FileNotFoundError:
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

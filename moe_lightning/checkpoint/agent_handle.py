@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -76,12 +77,14 @@ def warnings_of(status: AgentStatus) -> list[str]:
 
 def agent_alive(arenas: Path) -> bool:
     """Return True if an agent serves the directory."""
-    with open(arenas / LOCK, "a") as file:
-        try:
+    try:
+        with open(arenas / LOCK, "a") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # the directory was deleted, which ends an agent
+        pass
+    return False
 
 
 def served_root(arenas: Path) -> Place | None:
@@ -99,7 +102,8 @@ def served_root(arenas: Path) -> Place | None:
 
 def request_stop(arenas: Path) -> None:
     """Ask the agent to persist what waits, to release the arenas, and to exit."""
-    (arenas / STOP).touch(mode=0o600)
+    with contextlib.suppress(FileNotFoundError):  # the directory was deleted, which ends an agent
+        (arenas / STOP).touch(mode=0o600)
 
 
 class AgentHandle:
@@ -134,6 +138,12 @@ class AgentHandle:
         """Start an agent where none serves."""
         if not self.runs:
             self._process = start_agent(self._arenas, self._root, **self._options)
+
+    def wait_for_end(self) -> None:
+        """Wait, but not for long, until the agent that was started here has left: its arenas were deleted."""
+        deadline = time.monotonic() + _LEAVE_S
+        while self._has_own and time.monotonic() <= deadline:
+            time.sleep(_POLL_S)
 
     @property
     def runs(self) -> bool:

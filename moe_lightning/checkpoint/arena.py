@@ -272,16 +272,20 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
         existing = room / f"{NAMED}{name}"
         held = sum(f.stat().st_size for f in existing.glob(ARENAS)) if existing.is_dir() else 0
         if _free_bytes(room) + held >= needed_bytes:
-            existing.mkdir(mode=0o700, exist_ok=True)
-            if existing.stat().st_uid != os.getuid() or existing.is_symlink():
-                raise ConfigurationError(f"{existing} belongs to somebody else: choose another run name")
-            existing.chmod(0o700)
+            _make_private(existing)
             return existing
     free = ", ".join(f"{room} has {_free_bytes(room) / 2**30:.2f} GiB" for room in rooms) or "no such directory exists"
     raise ConfigurationError(
         f"snapshots of this node need {needed_bytes / 2**30:.2f} GiB of memory ({free}): free memory, "
         "spread the state over more ranks, or name a larger fallback directory"
     )
+
+
+def _make_private(directory: Path) -> None:
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.stat().st_uid != os.getuid() or directory.is_symlink():
+        raise ConfigurationError(f"{directory} belongs to somebody else: choose another run name")
+    directory.chmod(0o700)
 
 
 def reserve(fd: int, size: int, room: Path) -> None:
@@ -363,13 +367,16 @@ class Arena:
             CheckpointError: another writer holds it.
         """
         self.path = path
+        self._open(hold_alive=hold_alive)
+
+    def _open(self, *, hold_alive: bool) -> None:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags)
-        self._alive_fd = os.open(_alive_path(path), flags | os.O_CREAT, 0o600)
+        self._fd = os.open(self.path, flags)
+        self._alive_fd = os.open(_alive_path(self.path), flags | os.O_CREAT, 0o600)
         _OPEN.add(self)
         try:
             if hold_alive:
-                message = f"another process writes snapshots to {path}: end it first"
+                message = f"another process writes snapshots to {self.path}: end it first"
                 lock_exclusively(self._alive_fd, timeout_s=_LOCK_TIMEOUT_S, message=message)
             superblock = self._map_whole()
         except BaseException:
@@ -423,6 +430,28 @@ class Arena:
                     return arena
                 arena.close()
             path.unlink(missing_ok=True)
+        cls._make_file(path, capacity, table_bytes)
+        arena = cls(path, hold_alive=True)
+        arena._populate()
+        return arena
+
+    def renew(self) -> None:
+        """Reserve the arena anew where its file was deleted; the new one holds no snapshots.
+
+        Raises:
+            ConfigurationError: the file system has no room.
+        """
+        capacity, table_bytes = self.capacity, self.table_bytes
+        self.close()
+        del self._map, self.memory  # before the new one takes as much
+        _make_private(self.path.parent)
+        self._make_file(self.path, capacity, table_bytes)
+        self._open(hold_alive=True)
+        self._populate()
+
+    @staticmethod
+    def _make_file(path: Path, capacity: Mapping[int, int], table_bytes: int) -> None:
+        """Make an empty arena; what is at its path is replaced."""
         size = arena_bytes(capacity, table_bytes)
         staged = path.with_suffix(f".{os.getpid()}.new")
         fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -437,9 +466,6 @@ class Arena:
             raise
         finally:
             os.close(fd)
-        arena = cls(path, hold_alive=True)
-        arena._populate()
-        return arena
 
     # --- the triple buffer ------------------------------------------------------------------------------------------
 
@@ -593,7 +619,8 @@ class Arena:
             fcntl.flock(self._alive_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        self.path.unlink(missing_ok=True)
+        if not self.replaced:
+            self.path.unlink()
 
     def close(self) -> None:
         """Release the file; the mapping goes when the last tensor on it does."""

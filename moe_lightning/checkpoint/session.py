@@ -6,6 +6,7 @@ times.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 import uuid
@@ -43,6 +44,8 @@ from moe_lightning.parallel.context import World
 _LEAST_OBJECT_BYTES = 1 << 20
 _OBJECT_GROWTH = 4
 """An object may grow to so many times the size that the largest one has when a session opens."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +182,8 @@ class CheckpointSession:
             objects: this rank's objects by key, readable with weights_only.
             full: save every expert, as the first checkpoint of a session does in any case.
         """
+        if self._snapshotter.arena.replaced:
+            self._renew()
         chosen = self.contents.begin(step, checkpoint_ledger, full=full)
         objects = dict(objects)
         if checkpoint_ledger is not None and self._world.rank == 0:
@@ -198,6 +203,15 @@ class CheckpointSession:
         self._has_saved = True
         if self._opening.agent is not None:
             self._opening.agent.ensure()
+
+    def _renew(self) -> None:
+        """Reserve this rank's memory anew where it was deleted; the next snapshot copies everything."""
+        if self._opening.agent is not None:
+            logger.warning("%s: snapshots go on in new memory", _deletion_of(self._opening.arenas))
+            self._opening.agent.wait_for_end()
+        self._snapshotter.renew()
+        if self._protector is not None:
+            self._protector.renew()
 
     @property
     def in_window(self) -> bool:
@@ -253,8 +267,14 @@ class CheckpointSession:
         return self._snapshotter.report
 
     def status(self) -> AgentStatus:
-        """Last report of this node's agent."""
-        return read_status(self._opening.arenas)
+        """Last report of this node's agent; what it has committed where the report was deleted."""
+        if self._opening.arenas.is_dir():
+            return read_status(self._opening.arenas)
+        own = [(path, found) for path, found in headings(self._root) if found.session == self._opening.session]
+        if not own:
+            return AgentStatus()
+        path, newest = own[0]
+        return AgentStatus(committed_step=newest.step, committed_session=newest.session, committed_path=str(path))
 
     def adapt(self, *, overlap_s: float, step_s: float) -> bool:
         """Choose K_snapshot, K_persist and the interval from the times of the full checkpoint, the slowest rank's.
@@ -316,6 +336,8 @@ class CheckpointSession:
             gone = agent is not None and not agent.runs
             if time.monotonic() > deadline or gone:
                 reason = status.error or ("its process has ended" if gone else "it did not answer")
+                if not self._opening.arenas.is_dir():
+                    reason = _deletion_of(self._opening.arenas)
                 before = status.committed_step
                 last = "there is no whole one" if before is None else f"the last whole one is step {before}"
                 waited = f"{time.monotonic() - began:.1f} s"
@@ -327,9 +349,16 @@ class CheckpointSession:
         all_gather_json(0, self._world)  # every rank of the node has read the status
         if agent is not None:
             agent.leave(max(1.0, deadline - time.monotonic()))
-            if not any(self._opening.arenas.glob(ARENAS)):
+            if self._opening.arenas.is_dir() and not any(self._opening.arenas.glob(ARENAS)):
                 shutil.rmtree(self._opening.arenas)
         return status
+
+
+def _deletion_of(arenas: Path) -> str:
+    return (
+        f"{arenas} was deleted, as systemd does when a user logs out (set RemoveIPC=no in logind.conf, or run "
+        "loginctl enable-linger)"
+    )
 
 
 def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, needed_bytes: int) -> Opening:

@@ -148,6 +148,10 @@ class ProtectedFile:
         self._arena.finish_table(self._writing, table)
         self._arena.transition(lambda s: s.finish_snapshot(table.step))
 
+    def renew(self) -> None:
+        """Reserve the file anew where it was deleted, without the versions in it."""
+        self._arena.renew()
+
     def close(self) -> None:
         """Close the file, which stays for recovery."""
         self._arena.close()
@@ -291,6 +295,17 @@ class Protector:
         if failure is not None:
             raise RuntimeError(f"a snapshot could not be protected: {failure}") from failure
         return self._report
+
+    def renew(self) -> None:
+        """Reserve the files anew where they were deleted; they protect nothing until the next snapshot. Local.
+
+        Raises:
+            RuntimeError: the version that was begun could not be published.
+        """
+        self.finish()
+        self._packed, self._prepared = torch.empty(0, dtype=torch.uint8), None
+        for file in self._all_files():
+            file.renew()
 
     def close(self) -> None:
         """Close the files, which stay for recovery; a running exchange ends, or fails with its connections."""

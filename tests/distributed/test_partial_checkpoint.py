@@ -449,6 +449,35 @@ def fit_and_look(rank: int, world_size: int, root: Path) -> bool:
     return arenas.exists() and agent_alive(arenas)
 
 
+class DeleteArenas(pl.Callback):
+    """Deletes the snapshots in memory as systemd does when a user logs out: after steps, or at the end."""
+
+    def __init__(self, root: Path, *steps: int) -> None:
+        self.root, self.steps = root, steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.strategy.barrier()
+        if trainer.global_step in self.steps and trainer.is_global_zero:
+            shutil.rmtree(arenas_of(self.root))
+        trainer.strategy.barrier()
+
+    def on_train_end(self, *_: Any) -> None:
+        if not self.steps:
+            wait_until(lambda: [m.step for _, m in checkpoints(self.root)][:1] == [3], "the last one was not committed")
+            shutil.rmtree(arenas_of(self.root))
+
+
+def test_snapshots_that_were_deleted_are_taken_anew(root: Path) -> None:
+    run(2, [saver(root, k_snapshot=1, save_on_train_end=False), DeleteArenas(root, 3, 7)], steps=7)
+    newest = Checkpoint(checkpoints(root)[0][0])
+    newest.verify()
+    assert (newest.expert_versions() == 7).all(), "nothing in memory was left to carry over"
+
+
+def test_a_fit_ends_well_though_its_snapshots_are_deleted_after_the_last_commit(root: Path) -> None:
+    run(1, [DeleteArenas(root), saver(root)], steps=3)
+
+
 class Hoarder(pl.Callback):
     """Has much to remember, and more at every step."""
 

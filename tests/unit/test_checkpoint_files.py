@@ -373,7 +373,7 @@ def closing(path: Path, **changes: Any) -> Any:
     status = changes.pop("status", AgentStatus())
     return SimpleNamespace(
         _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False, _root=path,
-        _opening=SimpleNamespace(agent=SimpleNamespace(runs=changes.pop("runs", True)), world_number=1),
+        _opening=SimpleNamespace(agent=SimpleNamespace(runs=changes.pop("runs", True)), arenas=path, world_number=1),
         status=lambda: status,
         _is_broken=lambda: False,
     )  # fmt: skip
