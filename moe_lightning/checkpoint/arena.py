@@ -28,6 +28,7 @@ import json
 import logging
 import mmap
 import os
+import secrets
 import struct
 import tempfile
 import weakref
@@ -256,9 +257,13 @@ def existing_arenas(name: str, fallback: Path) -> Path | None:
     """The directory that `arena_directory` made for this name; None where there is none of this user's."""
     for room in (MEMORY, fallback):
         path = room / f"{NAMED}{name}"
-        if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+        if _is_own(path):
             return path
     return None
+
+
+def _is_own(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
 
 
 def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = MEMORY) -> Path:
@@ -270,7 +275,11 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
     rooms = [room for room in (memory, fallback) if room.is_dir()]
     for room in rooms:
         existing = room / f"{NAMED}{name}"
-        held = sum(f.stat().st_size for f in existing.glob(ARENAS)) if existing.is_dir() else 0
+        held = 0
+        if _is_own(existing):
+            for left_over in existing.glob("[!.]*.new"):  # by a rank that died while it reserved memory
+                left_over.unlink(missing_ok=True)
+            held = sum(f.stat().st_size for f in existing.glob(ARENAS))
         if _free_bytes(room) + held >= needed_bytes:
             _make_private(existing)
             return existing
@@ -283,7 +292,7 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
 
 def _make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid() or directory.is_symlink():
+    if not _is_own(directory):
         raise ConfigurationError(f"{directory} belongs to somebody else: choose another run name")
     directory.chmod(0o700)
 
@@ -453,7 +462,7 @@ class Arena:
     def _make_file(path: Path, capacity: Mapping[int, int], table_bytes: int) -> None:
         """Make an empty arena; what is at its path is replaced."""
         size = arena_bytes(capacity, table_bytes)
-        staged = path.with_suffix(f".{os.getpid()}.new")
+        staged = path.with_suffix(f".{secrets.token_hex(6)}.new")
         fd = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             reserve(fd, size, path.parent)

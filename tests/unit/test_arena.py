@@ -21,6 +21,7 @@ from moe_lightning.checkpoint.arena import (
     TripleBuffer,
     arena_bytes,
     arena_directory,
+    arena_path,
     capacity_of,
     newest_common,
 )
@@ -251,6 +252,18 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     fallback = arena_directory("small", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "no-such-directory")
     assert fallback == tmp_path / "moe-lightning-small"
     assert fallback.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_a_killed_rank_reserved_is_given_back(tmp_path: Path) -> None:
+    folder = arena_directory("run", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "none")
+    left, report = folder / f"rank00000.{os.getpid()}.new", folder / ".status.json.0123456789ab.new"
+    left.write_bytes(b"reserved")
+    report.write_bytes(b"of an agent that is alive")
+    Arena.create(arena_path(folder, 0), capacity={64: 1}, table_bytes=4096).close()
+    arena_directory("run", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "none")
+    assert not left.exists()
+    assert report.exists()
+    assert arena_path(folder, 0).exists()
 
 
 def test_a_state_that_outgrows_its_arena_is_refused(tmp_path: Path) -> None:
