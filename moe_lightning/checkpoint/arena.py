@@ -282,6 +282,12 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
             held = sum(f.stat().st_size for f in existing.glob(ARENAS))
         if _free_bytes(room) + held >= needed_bytes:
             _make_private(existing)
+            if room != memory and memory.is_dir():
+                logger.warning(
+                    "snapshots lie in %s, as this node needs %.2f GiB and %s has %.2f: give it more, as by docker run "
+                    "--shm-size or an emptyDir of medium Memory, unless steps may wait for this storage",
+                    *(existing, needed_bytes / 2**30, memory, _free_bytes(memory) / 2**30),
+                )
             return existing
     free = ", ".join(f"{room} has {_free_bytes(room) / 2**30:.2f} GiB" for room in rooms) or "no such directory exists"
     raise ConfigurationError(
@@ -671,8 +677,8 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def arenas_name(name: str, run: str, node: str, root: Place) -> str:
-    """Names a run's arenas on a node; nodes have names where several may share a machine. A copy of the run's
-    directory has arenas of its own, wherever it lies."""
+    """Names a run's arenas on a node; nodes have names where several may share a machine or a folder. A copy of the
+    run's directory has arenas of its own, wherever it lies."""
     return "-".join(part for part in (name, run[:8], storage_of(root).identity(root), node) if part)
 
 

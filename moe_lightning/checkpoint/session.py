@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ class SavingPlace:
     Attributes:
         root: directory of the checkpoints.
         name: of the run; names the arenas.
-        node: name of the node where several may share a machine; else empty.
+        node: name of the node where several may share a machine; empty: the host's name is enough.
         leave_mark: on rank 0, leaves the mark of this world in `root`, and returns its number (`directory.WorldMark`).
     """
 
@@ -149,7 +150,7 @@ class CheckpointSession:
         num_objects = len(objects) + 1  # and the ledger
         reserved = contents.reserved()
         needed_bytes = arena_bytes(*arena_room(reserved.values(), num_objects, object_bytes))
-        place = replace(place, root=absolute(place.root))
+        place = replace(place, root=absolute(place.root), node=_node_name(place, world))
         opening = _agree(world, place, settings, needed_bytes)
         on_one_node = len(world.node_peers) == world.size
         windows = CopyWindows(world, separate_link=on_one_node) if settings.windows == "scheduled" else None
@@ -382,6 +383,14 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
     number, session = answers[0][1]
     arenas = Path(answers[node_peers[0]][0])
     return Opening(run=run, session=session, arenas=arenas, world_number=int(number), agent=agent)
+
+
+def _node_name(place: SavingPlace, world: World) -> str:
+    """Return the name of this node in the names of arenas, which may lie beside those of other nodes in the folder of
+    the checkpoints; empty where there is one node.
+    """
+    is_alone = len(world.node_peers) == world.size
+    return place.node or ("" if is_alone else socket.gethostname())
 
 
 def later_session(root: Place, number: int) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import textwrap
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lightning.checkpoint import arena as arena_module
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import (
     NO_STEP,
@@ -27,9 +30,11 @@ from moe_lightning.checkpoint.arena import (
 )
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.memory import local_inventory
+from moe_lightning.checkpoint.session import SavingPlace, _node_name
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Snapshotter, Window
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import Layout, MeshShape
 from tests.programs import run_program
 from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state
 
@@ -252,6 +257,25 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     fallback = arena_directory("small", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "no-such-directory")
     assert fallback == tmp_path / "moe-lightning-small"
     assert fallback.stat().st_mode & 0o777 == 0o700
+
+
+def test_snapshots_on_disk_are_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    with patch.object(arena_module, "_free_bytes", lambda room: 0 if room == memory else 1 << 30):
+        arena_directory("run", needed_bytes=1 << 20, fallback=tmp_path, memory=memory)
+    assert "--shm-size" in caplog.text
+
+
+def test_nodes_whose_arenas_lie_in_one_folder_have_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def name(nodes: tuple[int, ...], host: str, node: str = "") -> str:
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        world = World.offline(0, len(nodes), torch.device("cpu"), Layout(shape=MeshShape(dp=len(nodes)), nodes=nodes))
+        return _node_name(SavingPlace(root=tmp_path, name="run", node=node, leave_mark=lambda: 0), world)
+
+    assert name((0, 1), "a") != name((0, 1), "b")
+    assert name((0, 0), "a") == name((0, 0), "b") == "", "a run that starts again finds its own under any host's name"
+    assert name((0, 1), "a", "node7") == "node7"
 
 
 def test_what_a_killed_rank_reserved_is_given_back(tmp_path: Path) -> None:
