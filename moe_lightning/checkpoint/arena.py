@@ -270,7 +270,7 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
     """A private directory for arenas: in shared memory, or under `fallback` where that is missing or too small.
 
     Raises:
-        ConfigurationError: neither has room.
+        ConfigurationError: neither has room, or the one that has it is on a file system without locks.
     """
     rooms = [room for room in (memory, fallback) if room.is_dir()]
     for room in rooms:
@@ -282,6 +282,7 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
             held = sum(f.stat().st_size for f in existing.glob(ARENAS))
         if _free_bytes(room) + held >= needed_bytes:
             _make_private(existing)
+            _require_locks(existing)
             if room != memory and memory.is_dir():
                 logger.warning(
                     "snapshots lie in %s, as this node needs %.2f GiB and %s has %.2f: give it more, as by docker run "
@@ -301,6 +302,18 @@ def _make_private(directory: Path) -> None:
     if not _is_own(directory):
         raise ConfigurationError(f"{directory} belongs to somebody else: choose another run name")
     directory.chmod(0o700)
+
+
+def _require_locks(directory: Path) -> None:
+    with tempfile.TemporaryFile(dir=directory) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{directory} is to hold snapshots, as {MEMORY} is too small, but its files cannot be locked "
+                f"({error.strerror}): enlarge {MEMORY} (docker run --shm-size, an emptyDir of medium Memory), or mount "
+                "the file system with locks (Lustre: -o flock)"
+            ) from error
 
 
 def reserve(fd: int, size: int, room: Path) -> None:

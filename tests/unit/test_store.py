@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from moe_lightning.checkpoint import commit
+from moe_lightning.checkpoint.arena import arena_directory
 from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints, claim, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import PRUNED
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.posix import PosixStorage
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import Block
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, expert_keys, node, whole_state
 
@@ -251,6 +254,52 @@ def test_prune_deletes_only_what_a_manifest_or_a_save_names(tmp_path: Path) -> N
     assert not (root / "step-00000002").exists()
     assert not leftover.exists()
     newest(root).verify()
+
+
+def test_a_file_system_without_locks_is_written_pruned_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_locks(monkeypatch, tmp_path / "checkpoints", errno.ENOSYS)
+    with node(tmp_path, keep_last=2) as made:
+        for step in (1, 2, 3):
+            made.save(step, fresh=[step])
+        claim(made.root, "run")
+        assert [manifest.step for _, manifest in checkpoints(made.root)] == [3, 2]
+    with PosixStorage().lease(newest(made.root).path):
+        newest(made.root).verify()
+
+
+def test_where_locks_fail_for_a_while_nothing_is_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node(tmp_path, keep_last=10) as made:
+        for step in (1, 2):
+            made.save(step)
+    refuse_locks(monkeypatch, made.root, errno.ENOLCK)
+    with PosixStorage().unread(made.root / "step-00000001") as is_free:
+        assert not is_free
+    with PosixStorage().lease(made.root / "step-00000001"):
+        pass
+    said = r"start its service of locks, or name another directory: '.*/\.lock'"
+    with pytest.raises(OSError, match=said), PosixStorage().lock(made.root, ".lock"):
+        pass
+
+
+def test_snapshots_need_a_file_system_with_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_locks(monkeypatch, tmp_path, errno.ENOSYS)
+    with pytest.raises(ConfigurationError, match=r"cannot be locked \(Function not implemented\): enlarge /dev/"):
+        arena_directory("run", needed_bytes=1, fallback=tmp_path, memory=tmp_path / "none")
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:
+    """Let flock fail for files in a folder."""
+    flock = fcntl.flock
+
+    def refuse(file: Any, kind: int) -> None:
+        fd = file if isinstance(file, int) else file.fileno()
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(folder):
+            raise OSError(number, os.strerror(number))
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 def test_a_prune_that_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:

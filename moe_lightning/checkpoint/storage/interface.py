@@ -8,6 +8,7 @@ files are hard links, or an object store, where a commit is a conditional put an
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -196,6 +197,9 @@ def exists(storage: Storage, path: Place) -> bool:
     return True
 
 
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP)
+"""Errors of a file system that never has locks, such as Lustre that is mounted without `-o flock`."""
+
 _LOCK_S = 60.0
 
 
@@ -219,15 +223,22 @@ def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
 
 @contextlib.contextmanager
 def directory_lock(root: Path, *, name: str = ".lock") -> Iterator[None]:
-    """Hold a lock file in a directory; the kernel releases it when this process dies.
+    """Hold a lock file in a directory; the kernel releases it when this process dies. Nothing is held on a file system
+    without locks.
 
     Raises:
         CheckpointError: another process holds it for longer than the timeout.
+        OSError: the file system's service of locks failed.
     """
     fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         message = f"the lock of {root} was not free within {_LOCK_S:g} s"
-        lock_exclusively(fd, timeout_s=_LOCK_S, message=message)
+        try:
+            lock_exclusively(fd, timeout_s=_LOCK_S, message=message)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                reason = f"{error.strerror}: start its service of locks, or name another directory"
+                raise OSError(error.errno, reason, str(root / name)) from error
         yield
     finally:
         os.close(fd)

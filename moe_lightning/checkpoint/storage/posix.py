@@ -1,7 +1,8 @@
 """Checkpoints on a POSIX file system: a commit is a rename, carried files are hard links.
 
 A reader holds a lease on its checkpoint, a shared lock on the manifest, and pruning skips it. The kernel releases
-leases and locks when their holder dies.
+leases and locks when their holder dies. On a file system without locks nobody sees a lease, and a reader has as long as
+`keep_last` checkpoints take.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from moe_lightning.checkpoint.manifest import PRUNED, delete_staging
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.interface import (
+    NO_LOCKS,
     Place,
     Stat,
     directory_lock,
@@ -36,6 +38,7 @@ from moe_lightning.files import check_regular, open_regular, read_bytes
 _STAGING = re.compile(r"\.staging-(?:w(\d+)-)?(.+)-(\d{8,})")
 _SWEPT = ".swept-"
 _CHUNK_BYTES = 16 << 20
+_NO_LEASES = (*NO_LOCKS, errno.ENOLCK)
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 
 
@@ -225,6 +228,9 @@ class PosixStorage:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise FileNotFoundError(f"{manifest} is being deleted") from error
+            except OSError as error:
+                if error.errno not in _NO_LEASES:
+                    raise
             if not os.path.samestat(os.fstat(fd), os.stat(manifest)):
                 raise FileNotFoundError(f"{manifest} was replaced")
             yield
@@ -240,10 +246,11 @@ class PosixStorage:
             yield True
             return
         try:
-            free = False
-            with contextlib.suppress(BlockingIOError):
+            try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free = True
+            except OSError as error:  # held, or not known to be free
+                free = error.errno in NO_LOCKS
             yield free
         finally:
             os.close(fd)
