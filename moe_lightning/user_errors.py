@@ -96,7 +96,7 @@ def report(program: str, error: BaseException) -> int:
 
 
 _OF_A_PATH = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR}
-_OF_A_PATH |= {errno.EPERM, errno.EROFS}
+_OF_A_PATH |= {errno.EDQUOT, errno.EPERM, errno.EROFS}
 
 
 def _sentence_of_path(error: BaseException) -> str | None:

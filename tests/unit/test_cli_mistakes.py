@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from moe_lightning.cli import train
 from moe_lightning.cli.train import main
-from moe_lightning.user_errors import report, sentence_of_memory
+from moe_lightning.user_errors import report, sentence_of, sentence_of_memory
 from tests.commands import WORDS, write_words
 from tests.parameters import slow
 
@@ -103,6 +105,12 @@ def test_a_defect_keeps_its_traceback(
     assert exit_.value.code == 1
     assert "Traceback" in err
     assert "NameError" in err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_path_without_room_is_one_sentence(number: int) -> None:
+    sentence = sentence_of(OSError(number, os.strerror(number), "/home/x"))
+    assert sentence == f"/home/x cannot be read or written ({os.strerror(number)}): give another path"
 
 
 def out_of_memory(kind: str) -> object:
