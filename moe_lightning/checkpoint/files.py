@@ -41,6 +41,8 @@ from moe_lightning.files import check_written, open_regular
 
 SUFFIX = ".ckpt"
 
+CURE_OF_DAMAGE = "restore it from a copy, name another checkpoint, or start over"
+
 _MARKER = b"moe-lightning xxh3 "
 _COMMENT_BYTES = len(_MARKER) + 16
 _LENGTH = _COMMENT_BYTES.to_bytes(2, "little")
@@ -48,6 +50,10 @@ _NO_LENGTH = b"\0\0"
 _END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
 _CHUNK_BYTES = 16 << 20
 _BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
+
+
+class WeightsAloneError(CheckpointError):
+    """A file that is given as a checkpoint and holds a model only."""
 
 
 class ChecksummedFile:
@@ -137,9 +143,9 @@ def _read_end(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
     )
 
 
-def weights_alone(path: object) -> CheckpointError:
+def weights_alone(path: object) -> WeightsAloneError:
     """Return the error for a file that is given as a checkpoint and holds a model only."""
-    return CheckpointError(
+    return WeightsAloneError(
         f"{path} holds the weights of a model, and not the state of its training: load them into the module with "
         "load_state_dict and give no checkpoint, or give one that was saved with its optimizers"
     )

@@ -89,7 +89,10 @@ def resolve(path: Place, report: Callable[[str], None] | None = None) -> Checkpo
                 report(problem)
         return found.checkpoint
     if found.problems:
-        raise CheckpointError(f"{path} holds no complete checkpoint: {found.problems[0]}")
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint: {found.problems[0]}; restore one from a copy, or name another "
+            "directory"
+        )
     raise _none_in(path)
 
 

@@ -40,7 +40,7 @@ from moe_lightning.checkpoint.directory import (
     read_manifest,
     run_record_problem,
 )
-from moe_lightning.checkpoint.files import TRUST_ADVICE, load_plain, load_trusted
+from moe_lightning.checkpoint.files import CURE_OF_DAMAGE, TRUST_ADVICE, load_plain, load_trusted
 from moe_lightning.checkpoint.manifest import METADATA, Manifest, check_coverage
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import unseen_tokens
@@ -485,7 +485,7 @@ def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
     try:
         checkpoint, sentences = _mend(named, _saved_soundly(path.parent, lambda _: None))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; restore it from a copy, name another checkpoint, or start over") from error
+        raise CheckpointError(f"{error}; {CURE_OF_DAMAGE}") from error
     for sentence in sentences:
         report(sentence)
     return checkpoint

@@ -64,14 +64,16 @@ def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], 
             found = _File(file)
         except CheckpointError as error:
             if report is None or file == place:
-                raise
+                raise CheckpointError(f"{error}; restore it from a copy, or name another checkpoint") from error
             problems.append(str(error))
             continue
         if report is not None:
             for problem in problems:
                 report(problem)
         return found
-    raise CheckpointError(f"{place} holds no complete checkpoint: {problems[0]}")
+    raise CheckpointError(
+        f"{place} holds no complete checkpoint: {problems[0]}; restore one from a copy, or name another directory"
+    )
 
 
 def _of_step(place: Place, step: int) -> Place:

@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from moe_lightning.checkpoint.directory import has_manifest
-from moe_lightning.checkpoint.files import PlainValues, advice_for, check_file, read_checkpoint, write_file
+from moe_lightning.checkpoint.files import (
+    CURE_OF_DAMAGE,
+    PlainValues,
+    WeightsAloneError,
+    advice_for,
+    check_file,
+    read_checkpoint,
+    write_file,
+)
 from moe_lightning.checkpoint.full_state import (
     full_optimizer_state,
     load_local_optimizer_state,
@@ -252,7 +260,12 @@ class Checkpoints:
 
     def _read_file(self, path: Path, world: World) -> dict[str, Any]:
         with failing_together(world):
-            check_file(path)
+            try:
+                check_file(path)
+            except (MissingCheckpointError, WeightsAloneError):  # which say what to do
+                raise
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}; {CURE_OF_DAMAGE}") from error
         return read_checkpoint(path, is_trusted=self.reads_objects)
 
     def end_hooks(self, module: pl.LightningModule, *, is_set_up: bool) -> None:

@@ -349,6 +349,14 @@ def test_weights_alone_are_nothing_to_resume_from(name: str, tmp_path: Path) -> 
         assert torch.equal(module.out.weight, torch.load(path)["state_dict"]["out.weight"])
 
 
+def test_a_damaged_file_is_named_with_its_cure(tmp_path: Path) -> None:
+    path, module = tmp_path / "last.ckpt", WithTest()
+    fit(tmp_path / "run", 2).save_checkpoint(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=r"last.ckpt is damaged .*; restore it from a copy, name another"):
+        make_trainer(0, 1).test(module, DataLoader(RandomTokens(8), batch_size=4), ckpt_path=path, verbose=False)
+
+
 # ----------------------------------------------------------------------
 # Commits that other agents have made.
 

@@ -160,7 +160,9 @@ def test_nothing_whole_is_damage_not_a_mistake(root: Path, capsys: pytest.Captur
     for path in root.glob("step-*"):
         (path / ".metadata").unlink()
     assert main(["inspect", str(root)]) == 1
-    assert "holds no complete checkpoint" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "holds no complete checkpoint" in said
+    assert said.endswith("; restore one from a copy, or name another directory\n")
 
 
 def lightning_file(path: Path, step: int) -> dict[str, torch.Tensor]:

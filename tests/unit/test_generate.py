@@ -465,10 +465,14 @@ def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys:
     assert run(capsys, folder, PROMPT, "--greedy", "--checkpoint", 3) == expected
     for arguments in ([str(folder), "--checkpoint", "5"], [str(damaged)]):
         assert main([*arguments, PROMPT]) == 2
-        assert capsys.readouterr().err.startswith(f"moe-generate: error: {damaged} is damaged")
+        said = capsys.readouterr().err
+        assert said.startswith(f"moe-generate: error: {damaged} is damaged")
+        assert said.endswith("; restore it from a copy, or name another checkpoint\n")
     (folder / "checkpoints" / "step-0000003.ckpt").unlink()
     assert main([str(folder), PROMPT]) == 2
-    assert "holds no complete checkpoint" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "holds no complete checkpoint" in said
+    assert said.endswith("; restore one from a copy, or name another directory\n")
 
 
 def test_steps_order_the_files_of_a_copied_run(tmp_path: Path) -> None:

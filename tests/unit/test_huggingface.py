@@ -783,8 +783,8 @@ def test_other_swiglu_constants_are_refused(tmp_path: Path) -> None:
         ("lacks", "has no tensor 'model.layers.1.block_sparse_moe.experts.3.w2.weight'"),
         ("shape", "'model.norm.weight' .* has shape"),
         ("width", r"give w_down the shape \[1, 32\], the layer has \[48, 32\]"),  # which would fit by broadcasting
-        ("cut", "is damaged or unreadable"),
-        ("index", "lists 'x/../y.safetensors', which is not in the folder"),
+        ("cut", r"is damaged or unreadable: .*; get the folder again$"),
+        ("index", r"lists 'x/../y.safetensors', which is not in the folder: get it again$"),
     ],
 )
 def test_damaged_weights_are_one_sentence(damage: str, message: str, tmp_path: Path) -> None:

@@ -124,10 +124,12 @@ class WeightsFolder:
             listed = json.loads(read_text(self.path / INDEX))["weight_map"]
             files = {str(name): str(file) for name, file in listed.items()}
         except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
-            raise CheckpointError(f"{self.path / INDEX} is damaged: it has no readable weight_map") from error
+            raise CheckpointError(
+                f"{self.path / INDEX} is damaged: it has no readable weight_map; get the folder again"
+            ) from error
         for file in sorted(set(files.values())):
             if Path(file).name != file or not (self.path / file).is_file():
-                raise CheckpointError(f"{self.path / INDEX} lists {file!r}, which is not in the folder")
+                raise CheckpointError(f"{self.path / INDEX} lists {file!r}, which is not in the folder: get it again")
         return files
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -181,7 +183,9 @@ class WeightsFolder:
             try:
                 self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{self.path / name} is damaged or unreadable: {error}") from error
+                raise CheckpointError(
+                    f"{self.path / name} is damaged or unreadable: {error}; get the folder again"
+                ) from error
         return self._open[name]
 
 
