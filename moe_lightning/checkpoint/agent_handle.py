@@ -83,7 +83,7 @@ def agent_alive(arenas: Path) -> bool:
     except BlockingIOError:
         return True
     except FileNotFoundError:  # the directory was deleted, which ends an agent
-        pass
+        return False
     return False
 
 
