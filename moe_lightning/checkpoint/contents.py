@@ -122,10 +122,7 @@ class SnapshotContents:
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
         self._written = WrittenPieces(state, self.k_persist)
         self._room = None if experts_move else state.load_of(self._written.writers)
-        if settings.lossless and experts:
-            self.predicted_bytes = round(sum(state.window_bytes(self.k_snapshot, computed_in)) / state.world_size)
-        else:
-            self.predicted_bytes = self.rank_bytes(self.k_persist)
+        self.predicted_bytes = self._predicted_bytes()
         self.window: ReplayWindow | None = None
         self._is_next_full, self.was_partial = True, False
 
@@ -141,6 +138,12 @@ class SnapshotContents:
         if self._settings.lossless and self.num_experts:
             found |= most_frozen_pieces(found, self.num_experts, self.k_snapshot, self._computed_in)
         return found
+
+    def _predicted_bytes(self) -> int:
+        if self._settings.lossless and self.num_experts:
+            sizes = self._state.window_bytes(self.k_snapshot, self._computed_in)
+            return round(sum(sizes) / self._state.world_size)
+        return self.rank_bytes(self.k_persist)
 
     def rank_bytes(self, k: int) -> int:
         """Bytes that this rank writes of K experts a layer."""
@@ -206,8 +209,10 @@ class SnapshotContents:
 
     def raise_k(self, k: int) -> None:
         """Write at least k experts of each layer from now on."""
-        self.k_persist = min(max(self.k_persist, k), self.num_experts)
-        self.k_snapshot = max(self.k_snapshot, self.k_persist)
+        if k > self.k_persist:
+            self.k_persist = min(k, self.num_experts)
+            self.k_snapshot = max(self.k_snapshot, self.k_persist)
+            self.predicted_bytes = self._predicted_bytes()
 
     def adapt(self, times: MeasuredTimes) -> AdaptiveConfiguration:
         """Choose the interval from measured times, the same on every rank, and K_snapshot where the settings leave it
@@ -230,6 +235,7 @@ class SnapshotContents:
             k_persist=self.k_persist,
         )
         self.k_snapshot, self.k_persist = adapted.k_snapshot, adapted.k_persist
+        self.predicted_bytes = self._predicted_bytes()
         self._is_next_full = True
         return adapted
 

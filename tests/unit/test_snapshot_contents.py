@@ -183,3 +183,13 @@ def test_all_experts_that_hide_are_written_where_nothing_else_is_asked_for() -> 
     contents = Run(k_snapshot="auto").contents
     contents.adapt(replace(ONE_HIDES, overlap_s=2.0))
     assert (contents.k_snapshot, contents.k_persist) == (2, 2)
+
+
+def test_predicted_bytes_are_those_of_the_experts_that_are_written_now() -> None:
+    contents = Run(k_snapshot=1).contents
+    for k in (1, 2, 3):
+        contents.raise_k(k)
+        assert contents.predicted_bytes == contents.rank_bytes(k)
+    contents = Run(k_snapshot="auto").contents
+    contents.adapt(ONE_HIDES)
+    assert contents.predicted_bytes == contents.rank_bytes(1) < contents.rank_bytes(3)
