@@ -276,7 +276,7 @@ class SavedState:
         self.k_persist = min(self.k_snapshot, policy.k_persist or experts)
         self.partial = self.k_persist < experts
         self.committed_bytes: list[float] = []  # of each checkpoint
-        self.saves = 0  # begun
+        self.saves = 0  # begun in this world
         self.newest: HeldSnapshot | None = None
         self.written: HeldSnapshot | None = None
         self.storage = Mark()
@@ -307,6 +307,10 @@ class SavedState:
     @property
     def plt(self) -> float:
         return self._ledger.plt
+
+    def begin_session(self) -> None:
+        """A world begins: its first checkpoint holds all experts."""
+        self.saves = 0
 
     def record(self, counts_LE: IntArray) -> None:
         """Tokens that each expert has been trained on since the last call."""
@@ -392,7 +396,7 @@ class SavedState:
 
     def _select(self) -> tuple[BoolArray, BoolArray]:
         """bool [L, E] each: the experts that this checkpoint copies, and those of them that it writes; the first one
-        takes all."""
+        of a session takes all."""
         layers, experts = self.shape
         if self.saves == 1 or self.k_persist >= experts:
             everything = np.ones(self.shape, dtype=np.bool_)

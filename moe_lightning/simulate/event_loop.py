@@ -414,6 +414,7 @@ class _Run:
     def _install(self, world: SimulatedWorld) -> None:
         self.world, self._next, self._opened = world, None, None
         self.worlds.hold(world)
+        self.saved.begin_session()
         step = self.accounts.step
         self._due = {"refresh": step}
         self._set_cost()

@@ -572,6 +572,17 @@ def test_partial_snapshots_are_found_stale() -> None:
     assert plt[0] == pytest.approx(400 / 10**6)
 
 
+def test_the_first_checkpoint_of_each_world_holds_all_experts() -> None:
+    saved = _saved(policy("moc", k_snapshot=1, k_persist=1, plt_threshold=None))
+    writers = np.zeros((1, EXPERTS), dtype=np.int64)
+    for step in (10, 20, 30):
+        if step == 30:
+            saved.begin_session()
+        saved.begin(Mark(step=step), (0,), writers, done_ns=step, nbytes=1.0)
+    saved.commit_written(30)
+    assert saved.on_storage().versions == ((30,) * EXPERTS,)
+
+
 def test_a_node_that_comes_back_brings_no_memory() -> None:
     away = Event(time_ns=1000 * NS, failed=(2,), joined=(2,))
     again = Event(time_ns=1001 * NS, failed=(3,))
