@@ -28,6 +28,7 @@ from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.directory import WorldMark, checkpoints, run_of
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
+from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
 from moe_lightning.checkpoint.session import CheckpointSession, SavingPlace
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
@@ -132,6 +133,27 @@ class StepTimes:
         """Return `stall_s`, and count anew."""
         stall_s, self.stall_s = self.stall_s, 0.0
         return stall_s
+
+
+def adapted_line(
+    adapted: AdaptiveConfiguration,
+    settings: CheckpointSettings,
+    contents: SnapshotContents,
+    interval: int,
+    overlap_s: float,
+) -> str:
+    """Return one line about what measured times have chosen.
+
+    Args:
+        contents: with the numbers of experts that are in force.
+        interval: steps between checkpoints.
+        overlap_s: of the passes under which copies hide.
+    """
+    numbers = f"K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, " if contents.num_experts else ""
+    line = f"checkpoints from now on: {numbers}every {interval} steps (copies hide under {1e3 * overlap_s:.0f} ms)"
+    if settings.every_n_steps != "auto" or settings.failures_per_hour or not adapted.save_s:
+        return line
+    return f"{line}; each stalls training for {1e3 * adapted.save_s:.0f} ms: give failures_per_hour to save less often"
 
 
 class StateGrowth:
@@ -507,14 +529,11 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if session.adapt(overlap_s=self._times.overlap_s, step_s=self._times.step_s):
             contents = session.contents
             self.lost.choose_k(trainer, contents, interval=self._interval())
-            numbers = f"K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, "
-            rank_zero_info(
-                f"checkpoints from now on: {numbers if contents.num_experts else ''}every {self._interval()} steps "
-                f"(copies hide under {1e3 * self._times.overlap_s:.0f} ms)"
-            )
+            assert session.adapted is not None
+            interval, overlap_s = self._interval(), self._times.overlap_s
+            rank_zero_info(adapted_line(session.adapted, self._settings, contents, interval, overlap_s))
             if self._settings.lossless and contents.num_experts:  # another session has room for windows of this length
-                interval, k = self._interval(), contents.k_snapshot
-                self._settings = replace(self._settings, every_n_steps=interval, k_snapshot=k)
+                self._settings = replace(self._settings, every_n_steps=interval, k_snapshot=contents.k_snapshot)
                 self._close(wait=False)
                 self._open(trainer, strategy)
 

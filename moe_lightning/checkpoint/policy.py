@@ -96,7 +96,7 @@ class CheckpointSettings:
         scopes: the kinds of expert state that may stay behind: a preset ("full", "moc", "weights", "none") or kinds.
             Parameters in float32 are master weights; those of lower precision are weights.
         keep_last: whole checkpoints to keep.
-        failures_per_hour: expected rate of faults, for the adaptive interval.
+        failures_per_hour: expected rate of faults, for the adaptive interval; 0: it is as short as writing allows.
         windows: when snapshots are copied: in "any" part of a step, as soon as possible, or "scheduled" by HAS (REFT
             4.1): while a stage waits for others (bubbles), while the device is idle, then during computation, then
             during exchanges, as far as each is needed.
