@@ -33,6 +33,7 @@ from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
+from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.randomness import StreamDropout
@@ -649,7 +650,7 @@ def test_windows_of_one_stage_are_refused() -> None:
 
 def refusal(rank: int, world_size: int, module: Any) -> str:
     strategy = {"mesh": {"pp": 2}, "micro_batches": 2, "timeout_s": 8}
-    with pytest.raises((ConfigurationError, RuntimeError)) as caught:
+    with pytest.raises((ConfigurationError, PeerFailed, RuntimeError)) as caught:
         train(rank, world_size, own_module=module, strategy=strategy, trainer={"gradient_clip_val": None})
     return str(caught.value)
 
