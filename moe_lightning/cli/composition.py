@@ -632,7 +632,8 @@ def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
     if key in names or any(name.startswith(f"{key}.") for name in names):
         return f"{key} cannot be set so: give {key}=CHOICE, or {key}.NAME=VALUE"
     parts = key.split(".")
-    if parts[0] == "callbacks" and len(parts) > 1 and parts[1] in choices("callbacks"):
+    is_chosen = any(name.startswith(".".join((*parts[:2], ""))) for name in names)
+    if parts[0] == "callbacks" and len(parts) > 1 and not is_chosen and parts[1] in choices("callbacks"):
         return f"there is no key '{key}', because callbacks.{parts[1]} is not chosen: add callbacks={parts[1]}"
     if key.replace("/", ".") in names:
         return f"there is no key '{key}': write {key.replace('/', '.')} with dots"
