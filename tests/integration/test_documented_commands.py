@@ -49,6 +49,12 @@ FITTED = {  # what a smaller world needs besides
     "pro_prophet": ["model.num_experts=4"],
     "callbacks=compile": ["callbacks.compile_dense.backend=eager"],
     "recipes=optuna": ["hydra.sweeper.n_trials=1"],
+    "recipes=single_gpu": ["trainer.accumulate_grad_batches=1"],
+    "strategy.shard_size=8": ["ranks=4", "strategy.shard_size=2"],
+    "strategy.mesh.tp=2 strategy.mesh.cp=2": ["ranks=4"],
+    "strategy.mesh.pp=4": ["ranks=4", "model.num_layers=4", "strategy.micro_batches=4"],
+    "strategy.schedule=interleaved": ["model.num_layers=4"],
+    "callbacks=[load_balancer,fault_recovery]": ["ranks=4"],
 }
 ELSEWHERE = (
     "olmoe_finetune",
@@ -63,6 +69,8 @@ ELSEWHERE = (
     "rdzv_endpoint",
     "recipes=submitit",  # test_searches
     "resume=edited.ckpt",
+    "strategy.dispatch=symmetric",  # tests/gpu
+    "--info",  # tests/unit/test_cli_dial.py
 )
 QUICK = ("strategy.replicas=2",)
 """Beginnings of the commands that run by default; the others are composed (tests/unit/test_docs.py)."""
@@ -116,6 +124,8 @@ def test_only_known_programs_are_shown() -> None:
 def test_trainings_run(arguments: list[str], tmp_path: Path) -> None:
     if "recipes=optuna" in arguments:
         pytest.importorskip(PLUGINS["optuna"])
+    if "callbacks.routing_replay.mode=replay" in arguments:
+        assert moe_train(tmp_path, "callbacks=routing_replay", "run_name=first", *SMALL).returncode == 0
     done = moe_train(tmp_path, *arguments, *fitted(arguments))
     assert done.returncode == 0, done.stderr
     if "doctor=true" in arguments:
