@@ -119,15 +119,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that was probably meant; None where none is near.
 
     Names are dotted. The last part is compared with those of the same section, spelled alike; of another section only
-    the same last part counts, and only if one key ends in it.
+    the same last part counts, and only if one key ends in it and none of its own section is near.
     """
     names = sorted(known)
     section, _, last = name.lower().rpartition(".")
     same = [candidate for candidate in names if candidate.lower().rpartition(".")[2] == last]
     sections = {candidate.lower().rpartition(".")[0] for candidate in names}
     is_of_another = len(same) == 1 and last not in _COMMON and section in {"", *sections, *_last_parts(sections)}
-    if is_of_another:
-        return same[0]
 
     def similarity(candidate: str) -> tuple[float, float]:
         folder, _, ending = candidate.lower().rpartition(".")
@@ -136,6 +134,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return (_likeness(last, ending) if is_open or beside >= _SIMILAR else 0.0, beside)
 
     best = max(names, key=similarity, default=None)
+    if is_of_another and (best is None or similarity(best) < (_SIMILAR, 1.0) or not section):
+        return same[0]
     return best if best is not None and similarity(best)[0] >= _SIMILAR else None
 
 

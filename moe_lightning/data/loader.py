@@ -11,6 +11,7 @@ all in an epoch that is resumed.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -377,15 +378,16 @@ def _begin_worker(function: Callable[[int], None] | None, worker: int) -> None:
     """Begin a worker process that only its rank ends: schedulers send SIGTERM to all processes of a job, and the rank
     needs batches up to its last step. A worker that is spawned ends all the same: it has threads before this one.
     """
-    if sys.platform == "linux":
+    rank = multiprocessing.parent_process()  # which need not be the process that forks workers
+    if sys.platform == "linux" and rank is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_rank, daemon=True).start()
+        threading.Thread(target=_end_with, args=(rank.pid,), daemon=True).start()
     if function is not None:
         function(worker)
 
 
-def _end_with_rank() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+def _end_with(rank: int | None) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
     os._exit(0)
 

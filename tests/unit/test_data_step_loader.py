@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -267,11 +268,17 @@ def test_a_stock_loader_keeps_its_options() -> None:
     assert loader.worker_init_fn is print
 
 
+def _touch(paths: list[Path], worker: int) -> None:
+    paths[worker].touch()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say who sent a signal")
-def test_a_scheduler_does_not_end_workers_before_their_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_a_scheduler_does_not_end_workers_before_their_rank(start_method: str, tmp_path: Path) -> None:
     """It sends SIGTERM to all processes of a job, and the rank trains on up to the end of a step, and saves."""
     begun = [tmp_path / str(worker) for worker in range(2)]
-    options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": lambda worker: begun[worker].touch()}
+    options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": partial(_touch, begun)}
+    options["multiprocessing_context"] = start_method
     loader = StepLoader(Numbers(48), StepSampler(num_samples=48, global_batch_size=4, shuffle=False), **options)
     batches = iter(loader)
     found = [next(batches), next(batches)]  # one of each worker
