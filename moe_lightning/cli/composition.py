@@ -23,8 +23,7 @@ from annotated_types import Interval
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
-from hydra.utils import instantiate
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
@@ -79,9 +78,6 @@ def limits_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 _REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)
-_ALLOWED = "_execution_whitelist_"
-"""Argument of `instantiate` from Hydra 1.4 on."""
-
 _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
 
 _TYPED = {"module.config": "model", "module.optimizer": "optimizer", "trainer.devices": "ranks"}
@@ -89,7 +85,8 @@ _TYPED = {"module.config": "model", "module.optimizer": "optimizer", "trainer.de
 
 
 def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
-    """Instantiate a node of the configuration, the nested ones before it.
+    """Call what a node of the configuration names, the nested ones before it. Hydra's `instantiate` would resolve
+    interpolations once more, in which a text becomes a node that nobody has checked.
 
     Args:
         node: with `_target_`.
@@ -99,23 +96,21 @@ def build_object(node: Mapping[str, Any], key: str, **arguments: Any) -> Any:
     Raises:
         ConfigurationError: the configuration may not name the class, or its constructor refuses the arguments.
     """
-    found = located(node[TARGET], key)
-    built = {str(name): _built(child, _child(key, name)) for name, child in node.items()}
-    options = {}
-    if _ALLOWED in inspect.signature(instantiate).parameters:
-        options[_ALLOWED] = [node[TARGET], f"{found.__module__}.{found.__qualname__}"]
+    build = located(node[TARGET], key)
+    built = {name: _built(child, _child(key, name)) for name, child in _arguments(node)}
+    if others := sorted(set(map(str, node)) - {TARGET, *built}):
+        raise ConfigurationError(f"{typed(_child(key, others[0]))} has no effect here: give arguments by their names")
     try:
-        return instantiate(built, **options, **arguments, _convert_="all")
+        return build(**built, **arguments)
     except Exception as error:
-        cause = (error.__cause__ or error) if isinstance(error, InstantiationException) else error
-    # Only here: launchers use this module, and importing Lightning would take them seconds.
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
+        # Only here: launchers use this module, and importing Lightning would take them seconds.
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    if isinstance(cause, ConfigurationError):
-        raise ConfigurationError(typed(with_key(str(cause), node, key))) from cause
-    if isinstance(cause, (*_REFUSALS, MisconfigurationException)):
-        raise ConfigurationError(f"{typed(key)} cannot be built: {one_line(cause)}") from cause
-    raise cause
+        if isinstance(error, ConfigurationError):
+            raise ConfigurationError(typed(with_key(str(error), node, key))) from error
+        if isinstance(error, (*_REFUSALS, MisconfigurationException)):
+            raise ConfigurationError(f"{typed(key)} cannot be built: {one_line(error)}") from error
+        raise
 
 
 def _built(value: Any, key: str) -> Any:
@@ -422,26 +417,39 @@ OmegaConf.register_new_resolver("needed", refuse_missing, replace=True)
 
 
 _HARMLESS = (
-    *("run", "sweep", "mode", "output_subdir", "verbose", "runtime", "overrides"),
-    *("job.name", "job.config", "job.config_name", "job.override_dirname", "sweeper.params"),
+    *("run", "sweep", "output_subdir", "verbose", "runtime", "overrides.task"),
+    *("job.name", "job.config", "job.config_name", "job.override_dirname"),
 )
-"""Keys below `hydra` that name folders, parts of a sweep and what is composed."""
+"""Keys below `hydra` that name folders and what is composed."""
 
 
-def check_hydra_settings(composed: DictConfig, overrides: Sequence[str], composed_from: Compose) -> None:
-    """Refuse what files of the user's own set below `hydra`: it names objects, commands and environment variables.
+def check_hydra_settings(
+    composed: DictConfig, overrides: Sequence[str], composed_from: Compose, *, words: Sequence[str]
+) -> None:
+    """Refuse what files of the user's own set below `hydra`: it names objects, commands, environment variables, and
+    settings that would count as the command's.
 
     Args:
         composed: from the overrides.
         composed_from: composes from others.
+        words: of the command.
 
     Raises:
-        ConfigurationError: a key that neither the command nor a recipe of ours has set.
+        ConfigurationError: a key that neither the command nor a recipe of ours has set, or a file in place of Hydra's.
     """
     if is_allowed("hydra"):
         return
-    words = (override.partition("=") for override in overrides)
-    own = ["".join(word) for word in words if word[0].lstrip("+~").startswith("hydra") or _is_our_recipe(*word)]
+    for source in composed.hydra.runtime.config_sources:
+        if source.schema == "file" and source.provider != "main" and Path(source.path, "hydra").exists():
+            raise ConfigurationError(
+                f"{source.path}/hydra would take the place of Hydra's own settings, which can run code: {_TRUST}"
+            )
+    typed_words = {word for word in words if word.lstrip("+~").startswith("hydra")}
+    own = [
+        override
+        for override in overrides  # Hydra adds the mode that the first composition has
+        if override in typed_words or override.startswith("hydra.mode=") or _is_our_recipe(*override.partition("="))
+    ]
     try:
         expected = composed_from(own)
     except HydraException:  # a key that only those files have
@@ -451,9 +459,12 @@ def check_hydra_settings(composed: DictConfig, overrides: Sequence[str], compose
         is_harmless = any(key == name or key.startswith(f"{name}.") for name in _HARMLESS)
         if not is_harmless and (key not in known or known[key] != value):
             raise ConfigurationError(
-                f"a file of --config-dir sets hydra.{key}, which can run code: give it on the command line, or set "
-                f"{ALLOW_VARIABLE}=hydra in the environment if you trust that folder"
+                f"hydra.{key}, which can run code, comes from a file of --config-dir or what it begins with: give it "
+                f"on the command line, or {_TRUST}"
             )
+
+
+_TRUST = f"set {ALLOW_VARIABLE}=hydra in the environment if you trust that folder"
 
 
 def _is_our_recipe(key: str, _: str, name: str) -> bool:

@@ -28,11 +28,11 @@ _OWNERS = (
     *(f"moe_lightning.{name}" for name in ("callbacks", "data", "doctor")),
     *(f"moe_lightning.{name}" for name in ("elastic.launcher", "elastic.membership", "models", "moe", "strategies")),
     *(f"lightning.pytorch.{name}" for name in ("callbacks", "loggers", "plugins")),
-    *(f"lightning.pytorch.{name}" for name in ("profilers", "strategies", "trainer")),
+    *("lightning.pytorch.profilers", "lightning.pytorch.trainer"),
     *("lightning.fabric.plugins", "torch.nn", "torch.optim"),
 )
 """Packages whose public classes every configuration may name. The libraries as a whole would not do: they have
-functions that load and run files, and classes that start processes.
+functions that load and run files, and classes that start processes or, as Lightning's strategies, unpickle.
 """
 
 
@@ -43,7 +43,7 @@ def located(target: Any, key: str) -> Callable[..., Any]:
     Raises:
         ConfigurationError: no dotted name, nothing callable, or nothing that the configuration may name.
     """
-    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+    if not isinstance(target, str) or not _is_dotted(target):
         raise ConfigurationError(f"{key}.{TARGET}={shown(target)} must be the dotted name of a class or function")
     is_named = is_allowed(target)
     if not is_named and not any(_is_below(target, owner.partition(".")[0]) for owner in _OWNERS):
@@ -54,6 +54,10 @@ def located(target: Any, key: str) -> Callable[..., Any]:
     if not is_named and not _is_public_class(found):
         raise _refusal(target, target, key)
     return found
+
+
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
 
 
 def is_allowed(name: str) -> bool:
@@ -90,14 +94,15 @@ def _typed_targets(words: Sequence[str]) -> Iterator[str]:
         except OverrideParseException:  # composing says so
             continue
         value = setting.value()
-        yield from _targets_in({setting.key_or_group: value.list if isinstance(value, ChoiceSweep) else value})
+        named = _targets_in({setting.key_or_group: value.list if isinstance(value, ChoiceSweep) else value})
+        yield from (name for name in named if isinstance(name, str) and _is_dotted(name))
 
 
 def _targets_in(node: Any) -> Iterator[str]:
     if isinstance(node, Mapping):
         for name, child in node.items():
             if str(name).rpartition(".")[2] == TARGET:
-                yield from map(str, child if isinstance(child, list) else [child])
+                yield from (getattr(one, "text", one) for one in (child if isinstance(child, list) else [child]))
             else:
                 yield from _targets_in(child)
     elif isinstance(node, list):

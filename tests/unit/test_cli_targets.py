@@ -136,6 +136,8 @@ def test_a_recipe_of_somebody_else_does_not_even_import(
             "job_logging.handlers.mine.()",
         ),
         ("hydra:\n  sweeper:\n    _target_: evil.code", "sweeper._target_"),
+        ("hydra:\n  sweeper:\n    params:\n      +hydra.job.env_set.X: 1", "sweeper.params.+hydra.job.env_set.X"),
+        ("hydra:\n  overrides:\n    hydra: [+hydra.job.env_set.X=1]", "overrides.hydra"),
     ],
 )
 @pytest.mark.parametrize("is_sweep", [False, True])
@@ -144,8 +146,46 @@ def test_settings_of_hydra_are_the_commands(
 ) -> None:
     words = recipe(text)
     said = _error([*words, *(["-m", "seed=1,2"] if is_sweep else [])], capfd)
-    assert said.startswith(f"moe-train: error: a file of --config-dir sets hydra.{key}")
+    assert said.startswith(f"moe-train: error: hydra.{key}, which can run code, comes from a file of --config-dir")
     assert not Path("ran").exists()
+
+
+def test_no_file_takes_the_place_of_hydras(recipe: Callable[..., list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+    words = recipe("seed: 3")
+    own = Path("own/hydra/sweeper/basic.yaml")
+    own.parent.mkdir(parents=True)
+    own.write_text("_target_: evil.code\n")
+    assert "own/hydra would take the place of Hydra's own settings" in _error([*words, "-m", "seed=1,2"], capfd)
+    assert not Path("ran").exists()
+
+
+def test_texts_do_not_become_nodes() -> None:
+    text = '${oc.create:"{_target_: os.system, command: touch ran}"}'
+    built = build_object({"_target_": "torch.nn.ParameterDict", "parameters": {"x": text}}, "module")
+    assert built["x"] == text
+
+
+@pytest.mark.parametrize("name", ["_partial_", "_args_", "_recursive_"])
+def test_hydras_other_words_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"x.{name} has no effect here"):
+        build_object({"_target_": "torch.nn.Identity", name: True}, "x")
+
+
+@pytest.mark.parametrize("name", ["module", "program", "num_ranks", "log_dir"])
+def test_a_recipe_does_not_choose_the_program_of_workers(
+    name: str, recipe: Callable[..., list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = _error(recipe(f"elastic:\n  {name}: doctest"), capfd)
+    assert said.startswith(f"moe-train: error: elastic.{name} is not a setting")
+
+
+def test_own_recipes_can_be_swept(recipe: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed: seeds.append(composed.seed))
+    with pytest.raises(SystemExit) as ended:
+        main([*recipe("log_every: 3"), "-m", "seed=1,2", "+hydra.job.env_set.GREETING=hello"])
+    assert ended.value.code == 0
+    assert seeds == [1, 2]
 
 
 @pytest.mark.parametrize(
