@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -205,6 +206,10 @@ def examined(composed: DictConfig) -> None:
 _LAST_PORT = 65535
 
 
+_NO_SETTINGS = {"module", "program", "num_ranks", "log_dir"}
+"""Arguments of ElasticLauncher that moe-train gives: they say which program runs."""
+
+
 def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, Any] | None:
     """Arguments of ElasticLauncher; None for a run that is not elastic.
 
@@ -222,6 +227,8 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
         raise ConfigurationError(
             f"elastic.settings={shown(settings)} must be a mapping: set elastic.settings.NAME=value"
         )
+    for name in _NO_SETTINGS & options.keys():
+        raise ConfigurationError(f"elastic.{name} is not a setting: moe-train --cfg job shows all keys")
     for kind, values, key in ((ElasticSettings, settings, "elastic.settings"), (ElasticLauncher, options, "elastic")):
         check_arguments({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, key)
     waits = ElasticSettings(**settings)
@@ -288,10 +295,11 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
     _check_devices(trainer.get("devices", "auto"), gpus if accelerator != "cpu" else 0)
     if external:
         started, wanted = _ranks_from_environment(), trainer.get("devices", "auto")
-        if wanted not in ("auto", -1, "-1", started["devices"]):
+        everywhere = started["devices"] * started["num_nodes"]
+        if wanted not in ("auto", -1, "-1", started["devices"], everywhere):
             raise ConfigurationError(
-                f"ranks={shown(wanted)}, but torchrun or srun started {started['devices']} on each node: leave ranks "
-                "out, or start as many"
+                f"ranks={shown(wanted)}, but torchrun or srun started {started['devices']} on each node: give "
+                "ranks=auto, or start as many"
             )
         if accelerator != "cpu" and started["devices"] > gpus:
             raise ConfigurationError(
@@ -361,7 +369,7 @@ def _ranks_from_environment() -> dict[str, int]:
         ConfigurationError: variables that count something else than ranks, or tasks of SLURM whose number on a node is
             not stated, which Lightning refuses.
     """
-    if "WORLD_SIZE" in os.environ:
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         world = int(os.environ["WORLD_SIZE"])
         if world > 1 and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & os.environ.keys():
             raise ConfigurationError(
@@ -507,12 +515,13 @@ def _run_hydra(arguments: Sequence[str]) -> list[Path]:
         contexts.enter_context(_own_failures(failures))
         contexts.enter_context(_full_hydra_errors())
         contexts.enter_context(composition_errors(arguments))
-        if options.config_dir is not None or any("hydra.searchpath" in word for word in options.overrides):
-            contexts.enter_context(checked_compositions(check_hydra_settings))
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
             unnamed = ",".join(f"'{key}'" for key in fixed_keys(options.overrides))
             options.overrides.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
+        if options.config_dir is not None or any("hydra.searchpath" in word for word in options.overrides):
+            check = partial(check_hydra_settings, words=tuple(options.overrides))
+            contexts.enter_context(checked_compositions(check))
         register_model_bases()
         run_hydra(
             args=options,

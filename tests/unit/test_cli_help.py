@@ -192,7 +192,10 @@ def test_ranks_that_another_launcher_has_not_started(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
     for ranks in (8, [0]):
         config = {"trainer": {"accelerator": "gpu", "devices": ranks, "num_nodes": 1}}
-        with pytest.raises(ConfigurationError, match="started 1 on each node: leave ranks out"):
+        with pytest.raises(ConfigurationError, match="started 1 on each node: give ranks=auto"):
             with_ranks(config, external=True)
-    config = {"trainer": {"accelerator": "gpu", "devices": 1, "num_nodes": 1}}
-    assert with_ranks(config, external=True)["trainer"]["num_nodes"] == 4
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as scripts export it for torch
+    for ranks in (1, 4):  # of a node, and of all as recipes count them
+        config = {"trainer": {"accelerator": "gpu", "devices": ranks, "num_nodes": 1}}
+        trainer = with_ranks(config, external=is_externally_launched())["trainer"]
+        assert (trainer["devices"], trainer["num_nodes"]) == (1, 4)
