@@ -466,6 +466,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self._adapt(trainer, strategy)
         assert self.session is not None
         self.lost.bound_cost(trainer, self.session.contents)
+        full = full or (self._settings.every_n_steps == "auto" and self.session.adapted is None)  # for its times
         self.session.save(trainer.global_step, self.lost.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
         log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())

@@ -287,7 +287,8 @@ class CheckpointSession:
         if self.adapted is not None or not self._has_saved:
             return False
         report, status = self._snapshotter.finish(), self.status()
-        committed = report is not None and status.committed_session == self._opening.session
+        is_timed = status.persist_s > 0  # not where the agent has left
+        committed = report is not None and is_timed and status.committed_session == self._opening.session
         own_bytes = [self.contents.rank_bytes(k) for k in range(self.contents.num_experts + 1)]
         times = [int(committed), report.copy_s if report else 0.0, status.persist_s, overlap_s, step_s, own_bytes]
         gathered = all_gather_json(times, self._world)
