@@ -246,6 +246,7 @@ class Telemetry(Callback):
         if self._peak_flops_per_s is None:
             self._peak_flops_per_s = known_peak(trainer.strategy.root_device, str(trainer.precision))
         self._pace.begin()
+        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
         with stages_of(trainer).whole_module():
             size = model_size(pl_module)
         for logger in trainer.loggers:
