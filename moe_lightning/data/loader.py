@@ -381,12 +381,12 @@ def _begin_worker(function: Callable[[int], None] | None, worker: int) -> None:
     rank = multiprocessing.parent_process()  # which need not be the process that forks workers
     if sys.platform == "linux" and rank is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with, args=(rank.pid,), daemon=True).start()
+        threading.Thread(target=_end_with_rank, args=(rank.pid,), daemon=True).start()
     if function is not None:
         function(worker)
 
 
-def _end_with(rank: int | None) -> None:
+def _end_with_rank(rank: int | None) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
     os._exit(0)

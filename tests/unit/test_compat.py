@@ -480,7 +480,7 @@ def test_nothing_private_of_torch_or_hydra_is_touched_elsewhere() -> None:
 
 
 OF_OTHER_LIBRARIES = {
-    *((file, "_exit") for file in ("worker.py", "commands.py", "token_folder.py")),
+    *((file, "_exit") for file in ("worker.py", "commands.py", "token_folder.py", "loader.py")),
     ("worker.py", "_shutdown"),
     ("worker.py", "_run_exitfuncs"),
     *((file, "_current_frames") for file in ("worker.py", "hangs.py", "abort.py")),
