@@ -48,7 +48,7 @@ def located(target: Any, key: str) -> Callable[..., Any]:
     is_named = is_allowed(target)
     if not is_named and not any(_is_below(target, owner.partition(".")[0]) for owner in _OWNERS):
         raise _refusal(target, target.partition(".")[0], key)  # before it is imported, which runs it
-    found = _imported(target, key)
+    found: Callable[..., Any] = _imported(target, key)
     if not callable(found):
         raise ConfigurationError(f"{key}.{TARGET}={target} is not a class or function: name one")
     if not is_named and not _is_public_class(found):
@@ -98,7 +98,7 @@ def _typed_targets(words: Sequence[str]) -> Iterator[str]:
         yield from (name for name in named if isinstance(name, str) and _is_dotted(name))
 
 
-def _targets_in(node: Any) -> Iterator[str]:
+def _targets_in(node: Any) -> Iterator[Any]:
     if isinstance(node, Mapping):
         for name, child in node.items():
             if str(name).rpartition(".")[2] == TARGET:

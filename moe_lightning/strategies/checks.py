@@ -239,7 +239,8 @@ def _updates_by_parameter(optimizer: Optimizer, group: dict[str, Any], parameter
             found.append(trials[0].detach())
     except Exception:  # of a class that we do not know
         return True
-    return torch.allclose(*found, rtol=0, atol=0, equal_nan=True)
+    alone, beside = found
+    return torch.allclose(alone, beside, rtol=0, atol=0, equal_nan=True)
 
 
 def require_host_updates(optimizers: Sequence[Optimizer]) -> None:
