@@ -35,11 +35,9 @@ _LAUNCHED = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by folder: pure parts, ranks, commands, kills; inside one the order stays as it is. Workers that share them
-    begin at the other end: the last ones wait for each other no longer than a test takes."""
+    """Sort by folder: pure parts, ranks, commands, kills; inside one the order stays as it is."""
     rerun_known_races(items)
-    order = _ORDER[::-1] if "PYTEST_XDIST_WORKER" in os.environ else _ORDER
-    items.sort(key=lambda item: next((i for i, name in enumerate(order) if name in item.path.parts), -1))
+    items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if name in item.path.parts), -1))
 
 
 def pytest_collectstart() -> None:
