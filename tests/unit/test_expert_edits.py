@@ -88,8 +88,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_merging_undoes_duplicating_and_the_command_that_goes_on_is_printed(
-    whole: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     double = whole.with_name("double.ckpt")
     everyone = ",".join(map(str, range(E)))
     assert main(["edit", str(whole), str(double), "--duplicate", everyone, "--batches", "0"]) == 0
