@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from moe_lightning.elastic.membership import ElasticTask
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -17,6 +18,7 @@ def test_workers_of_an_elastic_launcher_are_no_tasks_of_slurm(monkeypatch: pytes
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_JOB_NAME", raising=False)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # the strategy sets it for the process
     strategy = pl.Trainer(accelerator="cpu", devices=2, strategy=ExpertParallelStrategy(), logger=False).strategy
     assert isinstance(strategy, ExpertParallelStrategy)
     assert strategy.local_rank == 1
