@@ -5,6 +5,7 @@ digit.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -176,6 +177,7 @@ def record(case: Callable[[Run], None], strategy: Callable[[], Any], folder: Pat
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002 - what a user's data set may draw from
     _forget_warnings()
+    gc.collect()  # files that other tests left open are named now, and not as this run's
     run, told, shown, error = Run(strategy, folder), list[str](), io.StringIO(), None
     with warnings.catch_warnings(record=True) as warned, contextlib.chdir(folder), _logs(told):
         warnings.simplefilter("always")
