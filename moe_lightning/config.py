@@ -298,6 +298,11 @@ def build_config(cls: type[T], values: T | Mapping[str, Any] | None, *, key: str
 _NAMED = re.compile(r"(\w+)=")
 
 
+def is_below(name: str, owners: Iterable[str]) -> bool:
+    """Return True if a dotted name is one of the owners, or belongs to one."""
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
+
+
 def with_key(message: str, names: Container[str], key: str) -> str:
     """A constructor's sentence that begins with one of its arguments, `NAME=value ...`, with the argument's whole key.
 

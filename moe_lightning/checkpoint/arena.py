@@ -285,8 +285,8 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
             _require_locks(existing)
             if room != memory and memory.is_dir():
                 logger.warning(
-                    "snapshots lie in %s, as this node needs %.2f GiB and %s has %.2f: give it more, as by docker run "
-                    "--shm-size or an emptyDir of medium Memory, unless steps may wait for this storage",
+                    "snapshots are written to %s, as this node needs %.2f GiB and %s has %.2f: give it more, as by "
+                    "docker run --shm-size or an emptyDir of medium Memory, unless steps may wait for this storage",
                     *(existing, needed_bytes / 2**30, memory, _free_bytes(memory) / 2**30),
                 )
             return existing

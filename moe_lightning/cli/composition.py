@@ -37,6 +37,7 @@ from moe_lightning.config import (
     NonNegativeInt,
     PositiveInt,
     hints_of,
+    is_below,
     pretrained_options,
     require,
     shown,
@@ -456,8 +457,7 @@ def check_hydra_settings(
         expected = composed_from([])
     known = dict(_leaves(OmegaConf.to_container(expected.hydra, resolve=False)))
     for key, value in _leaves(OmegaConf.to_container(composed.hydra, resolve=False)):
-        is_harmless = any(key == name or key.startswith(f"{name}.") for name in _HARMLESS)
-        if not is_harmless and (key not in known or known[key] != value):
+        if not is_below(key, _HARMLESS) and (key not in known or known[key] != value):
             raise ConfigurationError(
                 f"hydra.{key}, which can run code, comes from a file of --config-dir or what it begins with: give it "
                 f"on the command line, or {_TRUST}"
@@ -474,7 +474,7 @@ def _is_our_recipe(key: str, _: str, name: str) -> bool:
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(node, Mapping) and node:
         for name, child in node.items():
-            yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))
+            yield from _leaves(child, _child(prefix, name))
     else:
         yield prefix, node
 

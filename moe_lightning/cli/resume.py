@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.targets import located
-from moe_lightning.config import TARGET, is_resumable, shown
+from moe_lightning.config import TARGET, is_below, is_resumable, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import open_text
 from moe_lightning.hub import TOKENIZER
@@ -61,7 +61,7 @@ class SettingChange:
     @property
     def is_on_request(self) -> bool:
         """True if the checkpoint would silently keep the former value, or the run would see other samples."""
-        return _is_below(self.key, _ON_REQUEST) and not _is_below(self.key, _below("data", _FREE_OF_DATA))
+        return is_below(self.key, _ON_REQUEST) and not is_below(self.key, _below("data", _FREE_OF_DATA))
 
     def __str__(self) -> str:
         return f"{self.key} {shown(self.former)} -> {shown(self.given)}"
@@ -80,7 +80,7 @@ def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[Setting
     return [
         SettingChange(key=key, former=before, given=value, is_possible=_is_possible(key, before, value, given))
         for key, before, value in _in_both(former, given)
-        if not _is_below(key, _UNLISTED)
+        if not is_below(key, _UNLISTED)
         and _moved(before, *places) != value
         and not (key == "data.tokenizer" and (before, value) == tokenizers)  # listed as the model's
     ]
@@ -101,7 +101,7 @@ def _original_tokenizer(config: Mapping[str, Any]) -> str:
 
 def _is_possible(key: str, before: Any, value: Any, given: Mapping[str, Any]) -> bool:
     """True if a checkpoint fits both values of the key."""
-    if not _is_below(key, _UNCHANGEABLE):
+    if not is_below(key, _UNCHANGEABLE):
         return True
     if key == _ORIGINAL:  # may have moved: its weights are in the checkpoint, or compared with their digest
         return None not in (before, value)
@@ -253,7 +253,3 @@ def _moved(value: Any, former: str, given: str) -> Any:
 
 def _below(group: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{group}.{name}" for name in names)
-
-
-def _is_below(key: str, names: tuple[str, ...]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)

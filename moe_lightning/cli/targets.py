@@ -1,4 +1,4 @@
-"""Which classes and functions a configuration may name as `_target_`.
+"""Classes and functions that a configuration may name as `_target_`.
 
 A recipe and the `config.yaml` of a run choose among the public classes of this library, of Lightning and of torch that
 a training is made of, so they cannot run code of their own. Everything else is named by the user: on the command
@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
 from hydra.errors import OverrideParseException
 
-from moe_lightning.config import TARGET, shown
+from moe_lightning.config import TARGET, is_below, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.user_errors import one_line
 
@@ -46,7 +46,7 @@ def located(target: Any, key: str) -> Callable[..., Any]:
     if not isinstance(target, str) or not _is_dotted(target):
         raise ConfigurationError(f"{key}.{TARGET}={shown(target)} must be the dotted name of a class or function")
     is_named = is_allowed(target)
-    if not is_named and not any(_is_below(target, owner.partition(".")[0]) for owner in _OWNERS):
+    if not is_named and not is_below(target, [owner.partition(".")[0] for owner in _OWNERS]):
         raise _refusal(target, target.partition(".")[0], key)  # before it is imported, which runs it
     found: Callable[..., Any] = _imported(target, key)
     if not callable(found):
@@ -62,7 +62,7 @@ def _is_dotted(name: str) -> bool:
 
 def is_allowed(name: str) -> bool:
     """True if the user has named this or what it belongs to."""
-    return any(_is_below(name, allowed) for allowed in _allowed())
+    return is_below(name, _allowed())
 
 
 def _allowed() -> list[str]:
@@ -138,11 +138,7 @@ def _is_public_class(found: Any) -> bool:
     """True if a class is defined in one of the packages: a module's attributes also lead to what it has imported."""
     if not isinstance(found, type) or found.__qualname__.startswith("_"):
         return False
-    return any(_is_below(found.__module__, owner) for owner in _OWNERS)
-
-
-def _is_below(name: str, owner: str) -> bool:
-    return name == owner or name.startswith(f"{owner}.")
+    return is_below(found.__module__, _OWNERS)
 
 
 def _refusal(target: str, trusted: str, key: str) -> ConfigurationError:

@@ -39,7 +39,7 @@ def read_sglang(path: Path) -> NDArray[np.int64]:
 
 
 def check_map(table: NDArray[np.int64], layers: int = LAYERS) -> None:
-    """What the engine asserts: a row for each layer, equally many slots on each rank, every expert somewhere."""
+    """The engine asserts a row for each layer, equally many slots on each rank, every expert somewhere."""
     assert table.shape == (layers, RANKS * SLOTS)
     assert all(set(row) == set(range(EXPERTS)) for row in table.tolist())
 

@@ -1,4 +1,4 @@
-"""What describes the ranks of an elastic launcher to Lightning in a job of SLURM."""
+"""Description of the ranks of an elastic launcher to Lightning in a job of SLURM."""
 
 from __future__ import annotations
 
