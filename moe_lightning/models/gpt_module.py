@@ -106,7 +106,9 @@ class SupervisedModule(pl.LightningModule):
         return self(batch[0], *batch[2:])  # type: ignore[no-any-return]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, without auxiliary losses."""
+        """Return the loss of a batch, without auxiliary losses. Override it to train on another one; those of a
+        mixture's sources stay mean cross-entropies, for which an evaluation then computes the logits again.
+        """
         return self._losses(batch, [batch[1]])[0]
 
     def _losses(self, batch: Batch, targets: Sequence[Tensor]) -> list[Tensor]:
@@ -156,7 +158,11 @@ class SupervisedModule(pl.LightningModule):
             assert isinstance(places, Tensor)
             self._attended = ((2 * places + 1) * batch[2]).sum()
         of_sources = {} if self.training else self._targets_by_source(batch[1], name)
-        loss, *losses = self._losses(batch, [batch[1], *of_sources.values()])
+        is_own = getattr(self.loss, "__func__", None) is not SupervisedModule.loss
+        if is_own or not of_sources:
+            loss, losses = self.loss(batch), self._losses(batch, list(of_sources.values())) if of_sources else []
+        else:  # of the same logits
+            loss, *losses = self._losses(batch, [batch[1], *of_sources.values()])
         count = num_targets(batch[1])
         if self.training:
             shared = global_mean(self, loss, count)

@@ -38,6 +38,12 @@ def _validate(rank: int, world_size: int, folder: Path, mesh: dict[str, int], pa
             with torch.no_grad():
                 by_hand = module.loss(tuple(default_collate([windows[i] for i in range(len(windows))])))
             assert losses[f"val/{name}/loss"] == pytest.approx(float(by_hand), abs=1e-5)
+        own = module.loss
+        module.loss = lambda batch: 2 * own(batch)  # type: ignore[method-assign]
+        (doubled,) = trainer.validate(module, datamodule=data, verbose=False)
+        assert {name: value / losses[name] for name, value in doubled.items() if name in losses} == pytest.approx(
+            {name: 2.0 if name == "val/loss" else 1.0 for name in losses}
+        )
     return losses
 
 

@@ -62,6 +62,24 @@ def test_a_schedule_shorter_than_its_warm_up(total: int) -> None:
     assert OptimizerConfig(warmup_steps=0, decay="linear").factor(0, 10) == 1.0
 
 
+class _Halved(GPTModule):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * 0.5
+
+
+def test_a_subclass_may_have_a_loss_of_its_own() -> None:
+    tokens = torch.arange(64).reshape(8, 8) % 40
+    loader, found = DataLoader(TensorDataset(tokens, tokens), batch_size=4), []
+    for kind in (GPTModule, _Halved):
+        pl.seed_everything(1, verbose=False)
+        trainer = quiet_trainer(max_steps=1, limit_val_batches=1, val_check_interval=1)
+        trainer.fit(kind(TINY), loader, loader)
+        found.append({name: float(trainer.callback_metrics[name]) for name in ("train/loss", "val/loss")})
+    usual, halved = found
+    assert halved["train/loss"] == pytest.approx(0.5 * usual["train/loss"])
+    assert halved["val/loss"] < 0.6 * usual["val/loss"]
+
+
 def test_vectors_do_not_decay() -> None:
     module = built()
     groups = parameter_groups(module, 0.1)

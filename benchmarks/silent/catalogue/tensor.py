@@ -36,7 +36,7 @@ def _unlike_from_the_start(trainer: Any, module: Any) -> None:
 
 def weighs_ranks_alike(trainer: Any, module: Any) -> None:
     """Take means of ranks and micro-batches as means of the same number of targets."""
-    replace(trainer.strategy, "weigh", lambda own, loss, weight: own(loss, 1.0))
+    replace(trainer.strategy.steps, "weigh", lambda own, loss, weight: own(loss, 1.0))
 
 
 def documents_meet(trainer: Any, module: Any) -> None:
