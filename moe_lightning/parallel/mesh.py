@@ -2,7 +2,8 @@
 
 Axes from the outermost to the innermost, as their traffic grows: pp (pipeline stages), dp (data), cp (context: parts of
 a sequence), tp (tensor: parts of a layer). rank = ((pp_index * dp + dp_index) * cp + cp_index) * tp + tp_index, so the
-ranks of a stage are consecutive, and those of a tensor group are neighbors, on one node where it is large enough.
+ranks of a stage are consecutive, and those of a tensor group are neighbors, on one node where that is large enough and
+the launcher numbers ranks node by node.
 
 `RowCut` and `TensorCut` describe sharded dense parameters (FSDP, hybrid FSDP, tensor parallelism).
 """

@@ -354,9 +354,10 @@ class ExpertParallelStrategy(DDPStrategy):
         """Build the groups of a world that does not change, unless this rank is in one; collective."""
         if self.worlds.is_joined:
             return
-        world = World.single(self.root_device)
-        layout = self.worlds.layout([rank // self.num_processes for rank in range(self.world_size)])
-        if self.world_size > 1:
+        has_peers = self.world_size > 1
+        world = World.before_setup(self.root_device) if has_peers else World.single(self.root_device)
+        layout = self.worlds.layout(all_gather_json(self.node_rank, world))  # schedulers deal ranks out in any order
+        if has_peers:
             world = World.connect(self.root_device, self.options.timeout, layout)
         self.worlds.set_present(world)
         check_versions(world)

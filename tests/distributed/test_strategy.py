@@ -16,15 +16,25 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from moe_lightning import GPTModule, OptimizerConfig, auxiliary_loss
+from moe_lightning import ExpertParallelStrategy, GPTModule, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from tests.distributed.harness import run_pooled, run_ranks
-from tests.distributed.training import TINY, OwnModule, RandomTokens, Recorder, make_trainer, replicas_of
+from tests.distributed.training import (
+    TINY,
+    OwnModule,
+    RandomTokens,
+    Recorder,
+    make_trainer,
+    quiet,
+    quiet_trainer,
+    replicas_of,
+)
 from tests.parameters import slow
 
 # Rank 0 holds everything, the others a part: the worlds where ranks tend to disagree on what to do.
@@ -361,6 +371,25 @@ def test_checkpoints_early_stopping_and_monitors(tmp_path: Path) -> None:
     )
     (metrics,) = (tmp_path / "two").rglob("metrics.csv")
     assert "lr-AdamW" in metrics.read_text()
+
+
+# ---------------------------------------------------------------------- nodes
+
+
+def nodes_of_ranks(rank: int, world_size: int) -> tuple[int, ...]:
+    """As a task of `srun --nodes=2 --ntasks-per-node=2 --distribution=cyclic`."""
+    local, node = divmod(rank, 2)
+    variables = {"NTASKS": world_size, "NTASKS_PER_NODE": 2, "PROCID": rank, "LOCALID": local, "NODEID": node}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in variables.items()})
+    quiet()
+    plugins = [SLURMEnvironment(auto_requeue=False)]
+    trainer = quiet_trainer(strategy=ExpertParallelStrategy(), devices=2, num_nodes=2, plugins=plugins)
+    trainer.strategy.setup_environment()
+    return trainer.strategy.world.nodes  # type: ignore[no-any-return, attr-defined]
+
+
+def test_nodes_are_those_to_which_a_scheduler_assigned_the_ranks() -> None:
+    assert run_ranks(4, nodes_of_ranks) == [(0, 1, 0, 1)] * 4
 
 
 # ---------------------------------------------------------------------- after it
