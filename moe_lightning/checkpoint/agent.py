@@ -21,7 +21,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from typing import IO, Any
 
 import xxhash
 
-from moe_lightning.checkpoint.agent_handle import LOCK, STATUS, STOP, AgentStatus
+from moe_lightning.checkpoint.agent_handle import LOCK, SIGNALS, STATUS, STOP, AgentStatus
 from moe_lightning.checkpoint.agreement import (
     Agreement,
     Job,
@@ -247,11 +246,11 @@ class Agent:
         self._job: Job | None = None
         self._backoff = _Backoff(retry_s)
         self._seen: tuple[list[tuple[TripleBuffer, bool]], Agreement | None] | None = None
-        self._stop = threading.Event()
+        self._ends_with_workers = False
 
     def run(self, *, poll_s: float = 0.02, grace_s: float = 30.0) -> int:
-        """Serve until stopped, or until the workers have been gone for the grace period; then persist what waits.
-        Arenas that are deleted end it at once.
+        """Serve until a session asks to stop, or until the workers have been gone for the grace period; then persist
+        what waits. Arenas that are deleted end it at once.
 
         Args:
             poll_s: pause between two looks at the arenas.
@@ -267,8 +266,8 @@ class Agent:
             now = time.monotonic()
             if any(arena.writer_alive for arena in self._arenas.values()):
                 alive_at = now
-            is_stopping = self._stop.is_set() or (self.arenas_path / STOP).exists()
-            gone = now - alive_at > grace_s
+            is_stopping = (self.arenas_path / STOP).exists()
+            gone = now - alive_at > (0.0 if self._ends_with_workers else grace_s)
             if not _is_at(self.arenas_path, served):
                 return self._leave()  # somebody took the node's snapshots away
             if (is_stopping or gone) and not busy and (self._backoff.failures >= _LAST_ATTEMPTS or not self._pending()):
@@ -276,9 +275,9 @@ class Agent:
             if not busy and (is_stopping or not self.verify_carried()):
                 time.sleep(poll_s)
 
-    def stop(self) -> None:
-        """Persist what waits and return from `run`."""
-        self._stop.set()
+    def end_with_workers(self) -> None:
+        """Wait for no new workers, from now on; those that live may save until they end."""
+        self._ends_with_workers = True
 
     def serve_once(self) -> bool:
         """Look at the arenas once and do what can be done; True if something was done."""
@@ -552,8 +551,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_root(lock, root, options["identity"])
         pauses = {name: options.pop(name) for name in ("poll_s", "grace_s") if name in options}
         agent = Agent(arenas, root, **options)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: agent.stop())
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: agent.end_with_workers())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return agent.run(**pauses)
 
 

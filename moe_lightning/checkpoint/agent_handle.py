@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ STATUS = "status.json"
 STOP = "stop"
 LOCK = "agent.lock"
 LOG = "agent.log"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Schedulers send them to all processes of a job, of which the workers still train up to a last checkpoint."""
 
 _POLL_S = 0.01
 _RECORD_S = 1.0
@@ -194,7 +197,11 @@ def start_agent(arenas: Path, root: Place, **options: float) -> subprocess.Popen
     # Not in the worker's directory, which may be gone before the agent is, nor with its output: readers of that would
     # wait until the agent ends.
     descriptor = os.open(arenas / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "ab") as log:
-        return subprocess.Popen(
-            command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/"
-        )
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the agent, until it handles them
+    try:
+        with os.fdopen(descriptor, "ab") as log:
+            return subprocess.Popen(
+                command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/"
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)

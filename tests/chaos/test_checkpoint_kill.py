@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -22,10 +24,11 @@ from moe_lightning.checkpoint.agent import main as agent_main
 from moe_lightning.checkpoint.agent_handle import request_stop
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
+from tests.agents import START_AGENT
 from tests.chaos.checkpoint_worker import main as worker_main
 from tests.forks import PATIENCE_S, fork, kill
 from tests.parameters import slow, soak
-from tests.unit.checkpoint_state import assert_holds
+from tests.unit.checkpoint_state import assert_holds, node
 
 WORLD = 2
 STEPS = 40
@@ -148,3 +151,34 @@ def test_a_worker_killed_right_after_its_snapshot_is_persisted(tmp_path: Path, s
     request_stop(tmp_path / "arenas")
     assert processes.wait("agent") == 0
     assert assert_whole(tmp_path / "checkpoints") == 1
+
+
+def test_a_scheduler_ends_an_agent_after_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signal goes to all processes of a job, and workers save once more."""
+    with node(tmp_path) as made:
+        serve, idle = made.agent.serve_once, count()
+
+        def serve_once() -> bool:
+            if not (is_busy := serve()) and next(idle) == 1:
+                made.snapshot(1)
+            elif is_committed(made.root, 1):
+                made.close()
+            return is_busy
+
+        monkeypatch.setattr(made.agent, "serve_once", serve_once)
+        made.agent.end_with_workers()
+        assert made.agent.run(poll_s=0.0, grace_s=PATIENCE_S) == 0
+    assert is_committed(made.root, 1)
+
+
+def test_a_signal_of_a_scheduler_may_come_while_the_agent_starts(tmp_path: Path) -> None:
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        agent = START_AGENT(made.arenas, made.root, grace_s=2 * PATIENCE_S)
+        agent.send_signal(signal.SIGTERM)
+    assert agent.wait(PATIENCE_S) == 0
+    assert is_committed(made.root, 1)
+
+
+def is_committed(root: Path, step: int) -> bool:
+    return root.is_dir() and any(manifest.step == step for _, manifest in checkpoints(root))
