@@ -301,7 +301,8 @@ def resume_from(rank: int, world_size: int, path: str) -> str | None:
 @pytest.mark.slow
 def test_all_ranks_refuse_a_damaged_file_together(file: Path) -> None:
     flip(file, file.read_bytes(), 1000)
-    sentence = f"{file} is damaged: its checksum does not match; restore it from a copy, name another checkpoint, or start over"
+    cure = "restore it from a copy, name another checkpoint, or start over"
+    sentence = f"{file} is damaged: its checksum does not match; {cure}"
     assert run_ranks(2, resume_from, str(file)) == [sentence, sentence]
 
 
