@@ -143,9 +143,9 @@ class AgentHandle:
             self._process = start_agent(self._arenas, self._root, **self._options)
 
     def wait_for_end(self) -> None:
-        """Wait, but not for long, until the agent that was started here has left: its arenas were deleted."""
+        """Wait, but not for long, until the agent that was started here has left, where its directory was deleted."""
         deadline = time.monotonic() + _LEAVE_S
-        while self._has_own and time.monotonic() <= deadline:
+        while self._has_own and not agent_alive(self._arenas) and time.monotonic() <= deadline:
             time.sleep(_POLL_S)
 
     @property

@@ -358,8 +358,8 @@ class CheckpointSession:
 
 def _deletion_of(arenas: Path) -> str:
     return (
-        f"{arenas} was deleted, as systemd does when a user logs out (set RemoveIPC=no in logind.conf, or run "
-        "loginctl enable-linger)"
+        f"files of {arenas} were deleted, as systemd does when a user logs out (set RemoveIPC=no in logind.conf, or "
+        "run loginctl enable-linger)"
     )
 
 
