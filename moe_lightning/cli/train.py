@@ -62,7 +62,7 @@ from moe_lightning.cli.targets import typed_targets_allowed
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.membership import ElasticSettings
-from moe_lightning.elastic.worker import Interrupted
+from moe_lightning.elastic.worker import Interrupted, outlive_readers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import replace_text
 from moe_lightning.hub import missing_weights
@@ -745,6 +745,7 @@ def _launch(
     elif external or num_ranks == 1:
         from moe_lightning.cli.training import train
 
+        outlive_readers()
         train(config)
     else:
         from moe_lightning.elastic.launcher import LocalLauncher

@@ -49,6 +49,7 @@ from moe_lightning.elastic.worker import (
     LAUNCHER_PID_VARIABLE,
     Interrupted,
     RankFailure,
+    outlive_readers,
     read_failure,
 )
 from moe_lightning.errors import ConfigurationError
@@ -317,6 +318,7 @@ class LocalLauncher:
             Interrupted: a signal ended the run, with SIGINT and SIGTERM after the ranks have saved; a second one ends
                 it at once.
         """
+        outlive_readers()
         with PrivateFolder() as folder:
             self._run(arguments, folder.path)
 
@@ -483,6 +485,7 @@ class ElasticLauncher:
                 nobody trains here, no network interface leads there, or this machine is refused for its health.
         """
         append_to_outputs()
+        outlive_readers()
         with restored_signal_handlers(), self._open_rendezvous() as (task, link, etcd):
             workers = _Workers(self, task, link, ("-m", self.module, *arguments))
             try:

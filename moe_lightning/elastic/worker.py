@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import functools
 import gc
+import io
 import json
 import logging
 import os
@@ -21,11 +23,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from typing_extensions import override
 
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
 from moe_lightning.user_errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
 """Path of the file for a worker's failure; set by the launcher."""
@@ -159,6 +166,37 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
+class _LastingFile(io.FileIO):
+    """Output that is dropped once its reader has ended or its terminal is closed."""
+
+    @override
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Let this process go on where the reader of its output ends: Ctrl-C ends `| tee`, too, and ranks still save."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):
+            continue  # of a test or a notebook
+        stream.flush()
+        file = _LastingFile(stream.fileno(), "w", closefd=False)
+        lasting = io.TextIOWrapper(
+            file if stream.write_through else io.BufferedWriter(file),
+            stream.encoding,
+            stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lasting)
+
+
 def take_over_terminal() -> bool:
     """Redirect the output of this worker to that of its launcher, for the new rank 0 after rank 0 was lost.
 
@@ -262,6 +300,7 @@ def work(program: str, run: Callable[[], object]) -> int:
     Args:
         program: name of the user's command, for messages.
     """
+    outlive_readers()
     end_with_launcher()
     try:
         run()

@@ -10,10 +10,11 @@ import os
 import signal
 import stat
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from moe_lightning.elastic.worker import end_with_launcher, report_failure
+from moe_lightning.elastic.worker import end_with_launcher, leave, report_failure, work
 
 
 def main() -> NoReturn:
@@ -44,6 +45,8 @@ def main() -> NoReturn:
         sys.exit(3)
     elif behaviour == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    elif behaviour == "saving":
+        leave(work("launched", partial(_save_at_the_end, folder, rank)))
     elif behaviour not in ("environment", "folder"):
         _wait_for_signals(folder, stubborn=behaviour == "stubborn")
     sys.exit(0)
@@ -52,11 +55,27 @@ def main() -> NoReturn:
 def _wait_for_signals(folder: Path, *, stubborn: bool) -> None:
     """Say so once all handlers are set, then sleep until a signal ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN if stubborn else signal.SIG_DFL)
+    _say_ready(folder)
+    while True:
+        signal.pause()
+
+
+def _save_at_the_end(folder: Path, rank: int) -> None:
+    """Print, save and print again once it is interrupted."""
+    try:
+        _say_ready(folder)
+        signal.pause()
+    except KeyboardInterrupt:
+        print("saves", flush=True)
+        (folder / f"saved{rank}").touch()
+        print("has saved")
+        raise
+
+
+def _say_ready(folder: Path) -> None:
     pipe = folder / "ready"
     if pipe.exists():
         pipe.write_text(f"{os.getpid()}\n")
-    while True:
-        signal.pause()
 
 
 if __name__ == "__main__":

@@ -172,6 +172,33 @@ def test_a_closed_terminal_does_not_end_what_nohup_protects(tmp_path: Path) -> N
 
 
 @linux
+@pytest.mark.parametrize("outputs", [(1,), (1, 2)])
+def test_ranks_save_where_ctrl_c_has_ended_the_reader_of_their_output(outputs: tuple[int, ...], tmp_path: Path) -> None:
+    """As in `moe-train | tee log` and `moe-train 2>&1 | tee log`."""
+    broken = "import os; reader, writer = os.pipe(); os.close(reader)"
+    broken += "".join(f"; os.dup2(writer, {output})" for output in outputs)
+    with _launched("saving", tmp_path, first=broken) as command:
+        command.program.process.send_signal(signal.SIGINT)
+        assert command.program.end().returncode == 128 + signal.SIGINT
+    assert [(tmp_path / f"saved{rank}").exists() for rank in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("options", [(), ("-u",)])
+def test_output_that_is_read_arrives_in_its_order(options: tuple[str, ...]) -> None:
+    code = (
+        "import os, sys\n"
+        "from moe_lightning.elastic.worker import outlive_readers\n"
+        "print('one')\n"
+        "outlive_readers(), outlive_readers()\n"
+        "print('two \u00e9', flush=True)\n"
+        "os.write(1, b'three\\n')\n"
+        "print('four')\n"
+    )
+    with Program(*options, "-c", code, folder=ROOT) as program:
+        assert program.end().stdout == "one\ntwo \u00e9\nthree\nfour\n"
+
+
+@linux
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 7), (signal.SIGHUP, -signal.SIGKILL)]
 )
