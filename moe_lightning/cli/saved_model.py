@@ -216,7 +216,9 @@ class _Directory:
         return self._checkpoint.read(f"{prefix}{scope}")
 
     def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
-        scope = next((s for s in SCOPES_OF_A_MODEL if self._checkpoint.keys(f"expert/{index}/0/{s}/")), "weight")
+        prefix = f"expert/{index}/0/"
+        saved = {*self._checkpoint.keys(prefix)}
+        scope = next((s for s in SCOPES_OF_A_MODEL if f"{prefix}{s}/{name}" in saved), "weight")
         keys = (f"expert/{index}/{expert}/{scope}/{name}" for expert in range(num_experts))
         return torch.stack([self._checkpoint.read_first(key) for key in keys])
 

@@ -87,7 +87,8 @@ class Averages:
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not parameter.is_meta and AVERAGE not in optimizer.state[parameter]:
+                is_weight = parameter.is_floating_point() or parameter.is_complex()  # codes and digests never change
+                if is_weight and not parameter.is_meta and AVERAGE not in optimizer.state[parameter]:
                     average = local(parameter.detach()).to(home_of(parameter), copy=True)
                     optimizer.state[parameter][AVERAGE] = average
         self.make_buffers(module)

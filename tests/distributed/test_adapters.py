@@ -4,20 +4,23 @@ that must be the same when they come back.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.loader import find_newest
+from moe_lightning.cli.saved_model import _Directory
 from moe_lightning.moe.adapters import add_adapters
 from tests.distributed import balanced_training
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.same_training import assert_same_training
 from tests.distributed.training import TINY, RandomTokens, make_trainer, train
 from tests.parameters import slow
@@ -76,7 +79,20 @@ class Everywhere(Adapted):
     adapter: ClassVar[dict[str, Any]] = {"kind": "qlora", "rank": 4, "targets": ["experts", "attention", "router"]}
 
 
-MODULES = {"lora": Adapted, "qlora": Everywhere, "embedding": OtherBase, "experts": OtherExperts}
+class OneGroup(Adapted):
+    """The same with everything that it has in an optimizer, frozen weights and their digests too."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+MODULES = {
+    "lora": Adapted,
+    "qlora": Everywhere,
+    "embedding": OtherBase,
+    "experts": OtherExperts,
+    "one group": OneGroup,
+}
 
 
 @pytest.fixture(scope="module", params=["lora", slow("qlora")])
@@ -95,13 +111,24 @@ def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], **optio
     return train(rank, world_size, own_module=MODULES[kind], strategy=strategy, **{"steps": STEPS} | options)
 
 
-def fit_saved(rank: int, world_size: int, kind: str, root: str, steps: int, resume: bool) -> dict[str, Any]:
+def fit_saved(
+    rank: int,
+    world_size: int,
+    kind: str,
+    root: str,
+    steps: int,
+    resume: bool,
+    *,
+    averages: bool = False,
+    precision: str = "32-true",
+) -> dict[str, Any]:
     """The same with partial checkpoints, from the last one on."""
     saver = PartialExpertsCheckpoint(root, every_n_steps=1, k_snapshot=4, k_persist=2)
-    trainer = {"enable_checkpointing": True}
+    callbacks = [saver, EMAWeightAveraging(decay=0.5)] if averages else [saver]
+    trainer = {"enable_checkpointing": True, "precision": precision}
     strategy = SOME_TWICE if world_size > 1 else {}
     resumed = {"ckpt_path": root} if resume else {}
-    return fit(rank, world_size, kind, strategy, steps=steps, callbacks=[saver], trainer=trainer, **resumed)
+    return fit(rank, world_size, kind, strategy, steps=steps, callbacks=callbacks, trainer=trainer, **resumed)
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, SOME_TWICE), slow(4, ALL_TWICE)])
@@ -154,3 +181,26 @@ def validated(rank: int, world_size: int) -> float:
 def test_a_pipeline_trains_adapters_and_validates_them() -> None:
     (alone,) = run_ranks(1, validated)
     assert run_ranks(2, validated) == pytest.approx([alone, alone], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "resumed"),
+    [
+        ("lora", {"precision": "bf16-true"}, {"precision": "bf16-true"}),
+        ("lora", {"averages": True}, {}),
+        ("one group", {"averages": True}, {"averages": True}),
+    ],
+    ids=["bf16-true", "averages to the weights", "averages of one group"],
+)
+def test_digests_are_read_beside_adapters(
+    kind: str, saved: dict[str, Any], resumed: dict[str, Any], tmp_path: Path
+) -> None:
+    """They keep their dtype in any precision, and have no averages."""
+    root = str(tmp_path / "checkpoints")
+    run_pooled(1, partial(fit_saved, **saved), kind, root, 2, False)
+    newest = find_newest(Path(root)).checkpoint
+    assert newest is not None
+    model = _Directory(newest)
+    digests = [name for name in ("base_digest", "lora_w_up_a") if len(model.experts(0, "", name, TINY["num_experts"]))]
+    assert digests == ["base_digest", "lora_w_up_a"]
+    assert len(run_pooled(1, partial(fit_saved, **resumed), kind, root, 4, True)[0]["losses"]) == 2

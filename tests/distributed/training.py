@@ -238,7 +238,7 @@ def train(
         "losses": recorder.losses,
         "validations": recorder.validations,
         "gradient_norms": recorder.gradient_norms,
-        "state": {name: tensor.numpy() for name, tensor in state.items()},
+        "state": {name: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for name, t in state.items()},
         "replicas": replicas_of(module),
     }
 
@@ -254,7 +254,9 @@ BRIEF_ACCUMULATION: dict[str, Any] = {
 def replicas_of(module: nn.Module) -> dict[str, dict[int, bytes]]:
     """The raw bytes of every expert this rank holds, by layer and parameter."""
     return {
-        f"{index}/{name}": {e: p[slot].detach().numpy().tobytes() for slot, e in enumerate(layer.experts.slot_experts)}
+        f"{index}/{name}": {
+            e: p[slot].detach().view(torch.uint8).numpy().tobytes() for slot, e in enumerate(layer.experts.slot_experts)
+        }
         for index, layer in enumerate(moe_layers(module))
         for name, p in layer.experts.stacked_parameters().items()
     }
