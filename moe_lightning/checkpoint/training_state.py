@@ -285,8 +285,10 @@ class TrainingState(State):
         scopes = SCOPES_OF_A_MODEL[self.averages is not None :]
         for layer, stack in enumerate(self.stacks):
             prefix = f"expert/{layer}/0/"
-            scope = next((s for s in scopes if checkpoint.keys(f"{prefix}{s}/")), "weight")  # as it was written
+            saved = {*checkpoint.keys(prefix)}
             for name, parameter in stack.saved.items():
+                # As it was written; parameters of an expert may differ in precision, and in having an average.
+                scope = next((s for s in scopes if f"{prefix}{s}/{name}" in saved), "weight")
                 for slot, expert in stack.held():
                     key = checkpoint.key_at(f"expert/{layer}/{expert}/{scope}/{name}", checkpoint.first_step)
                     _restore(checkpoint, key, parameter.data[slot])
@@ -384,7 +386,7 @@ def _restore(checkpoint: CheckpointSource, key: str, tensor: torch.Tensor, block
 def _rows(pieces: Sequence[StatePiece]) -> int:
     """Rows by which pieces can be cut alike, 1 where they cannot."""
     shapes = {piece.tensor.shape for piece in pieces}
-    return next(iter(shapes))[0] if len(shapes) == 1 and pieces[0].tensor.ndim else 1
+    return max(1, next(iter(shapes))[0]) if len(shapes) == 1 and pieces[0].tensor.ndim else 1
 
 
 def replay_of(restored: CheckpointSource, max_steps: int) -> WindowReplay | None:

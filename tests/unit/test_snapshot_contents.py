@@ -156,6 +156,17 @@ def test_states_that_were_dropped_are_in_no_snapshot() -> None:
     assert torch.equal(saved["dense/dense.weight/weight"], run.model.dense.weight)
 
 
+def test_a_parameter_without_elements_is_written_by_one_rank() -> None:
+    parameters = {"place": nn.Parameter(torch.empty(0)), "weight": nn.Parameter(torch.ones(4, 2))}
+    names: list[str] = []
+    for rank in range(2):
+        optimizers = [(torch.optim.SGD(parameters.values(), lr=0.1), [[*parameters.values()]])]
+        module = nn.ParameterDict(parameters)
+        state = TrainingState(module, [], optimizers, state_ranks={}, rank=rank, world_size=2)
+        names += state.dense_of(state.dense_plan(1))
+    assert names.count("dense/place/weight") == 1
+
+
 ONE_HIDES = MeasuredTimes(copy_s=3.0, persist_s=9.0, step_s=2.0, overlap_s=1.0, copied_bytes={0: 0, 1: 1, 2: 2, 3: 3})
 
 
