@@ -48,8 +48,8 @@ from moe_lightning.checkpoint.directory import (
     headings,
     is_sound,
     make_staging,
+    newest_of,
     part_name,
-    previous_of,
     unread_manifests,
     world_lock,
 )
@@ -229,7 +229,7 @@ def _part_of(table: SnapshotIndex, files: dict[str, FileRecord], stored: Sequenc
 def _due_groups(root: Place, table: SnapshotIndex, damaged: Collection[str]) -> dict[str, list[Piece]]:
     """Return the pieces to write, by file group."""
     held, written_until = set[str](), -1
-    previous = previous_of(root, table.session, table.step)
+    previous = newest_of(root, table.session, before=table.step)
     if previous is not None:
         path, manifest = previous
         written_until, held = manifest.step, carried_keys(path, manifest, damaged)
@@ -358,7 +358,7 @@ def _assemble(root: Place, held: Place, parts: list[RankPart]) -> Manifest:
     stored = _newest_pieces(parts)
     files = {name: record for part in parts for name, record in part.files.items()}
     fresh_keys = {piece.key for piece in stored}
-    previous = previous_of(root, first.session, first.step)
+    previous = newest_of(root, first.session, before=first.step)
     required: set[str] = set()
     if previous is not None:
         path, manifest = previous

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,10 +239,10 @@ def claim(root: Place, run: str) -> None:
             raise CheckpointError(f"another run has begun to save to {root}: choose another directory")
 
 
-def previous_of(root: Place, session: str, step: int) -> tuple[Place, Manifest] | None:
-    """The newest checkpoint of the same session before a step: the one that experts are carried over from."""
+def newest_of(root: Place, session: str, *, before: float = math.inf) -> tuple[Place, Manifest] | None:
+    """Return the newest checkpoint of a session before a step: the one that experts are carried over from."""
     for path, heading in headings(root):
-        if heading.session == session and heading.step < step:
+        if heading.session == session and heading.step < before:
             with contextlib.suppress(CheckpointError, OSError):
                 return path, _read_once(path, _version_of(path))
     return None

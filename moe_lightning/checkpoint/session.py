@@ -29,7 +29,7 @@ from moe_lightning.checkpoint.arena import (
 )
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.contents import MeasuredTimes, SnapshotContents
-from moe_lightning.checkpoint.directory import check_world, claim, headings, mark_damaged, run_of
+from moe_lightning.checkpoint.directory import check_world, claim, headings, mark_damaged, newest_of, run_of
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
@@ -271,10 +271,9 @@ class CheckpointSession:
         """Last report of this node's agent; what it has committed where the report was deleted."""
         if self._opening.arenas.is_dir():
             return read_status(self._opening.arenas)
-        own = [(path, found) for path, found in headings(self._root) if found.session == self._opening.session]
-        if not own:
+        if (found := newest_of(self._root, self._opening.session)) is None:
             return AgentStatus()
-        path, newest = own[0]
+        path, newest = found
         return AgentStatus(committed_step=newest.step, committed_session=newest.session, committed_path=str(path))
 
     def adapt(self, *, overlap_s: float, step_s: float) -> bool:
