@@ -941,6 +941,12 @@ class ExpertParallelStrategy(DDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
+        """Leave gradients unsummed inside. Under manual optimization, as in `toggle_model(sync_grad=False)`, every
+        backward pass sums its own all the same: a later sum could not tell them from those that are summed already.
+        """
+        if not self.state.module.automatic_optimization:
+            yield
+            return
         with self.steps.accumulating(), super().block_backward_sync(), self.state.parts.summing_later():
             yield
 

@@ -127,6 +127,24 @@ class OtherPlayersGradients(TwoPlayers):
         critic.step()
 
 
+class AccumulatingPlayers(TwoPlayers):
+    """Both players sum the gradients of two batches before they step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        is_last = bool(batch_idx % 2)
+        for optimizer, is_critic in zip(self.optimizers(), (False, True), strict=True):  # type: ignore[arg-type]
+            with optimizer.toggle_model(sync_grad=is_last):
+                hidden = self.embed(batch[0])
+                hidden = hidden + self.moe(hidden)
+                against = functional.softplus(self.critic(hidden.detach() if is_critic else -hidden)).mean()
+                loss = against if is_critic else self.nats(batch) + against
+                self.log("critic" if is_critic else "train", loss, sync_dist=True)
+                self.manual_backward(loss)
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
 class SparseTable(Base):
     """Gradients of the embedding are sparse."""
 
@@ -221,6 +239,9 @@ CASES = {
         module=OtherPlayersGradients, train=tokens(13, 6), strategy={"find_unused_parameters": True}
     ),
     "sparse gradients": Case(module=SparseTable, train=tokens(13, 6)),
+    "accumulating players": Case(
+        module=AccumulatingPlayers, train=tokens(24, 6), strategy={"find_unused_parameters": True}
+    ),
 }
 
 
@@ -277,7 +298,9 @@ def test_one_rank_does_what_stock_lightning_does(name: str) -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
-FEW_OF_SEVERAL_RANKS = ("in order", "fewer than a batch", "accumulated", "limited", "two players", "ragged")
+FEW_OF_SEVERAL_RANKS = (
+    "in order", "fewer than a batch", "accumulated", "limited", "two players", "ragged", "accumulating players"
+)  # fmt: skip
 """Cases of the default run."""
 
 
@@ -299,7 +322,7 @@ def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
         np.testing.assert_array_equal(np.concatenate([result["predicted"][batch] for result in ranks]), whole)
 
 
-@pytest.mark.parametrize("name", ["two players", "other players' gradients"])
+@pytest.mark.parametrize("name", ["two players", "other players' gradients", slow("accumulating players")])
 def test_optimizers_clear_and_freeze_what_other_ranks_update(name: str) -> None:
     strategy = {"dense": "zero1", "find_unused_parameters": True}
     for result in run_pooled(2, fit, name, strategy):
