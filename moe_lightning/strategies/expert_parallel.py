@@ -960,7 +960,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """
         state, elastic, output = self.state, self.elastic, None
         self.checkpoints.begin_update()
-        with suppress(UpdateSkipped), state.updating(optimizer) as begin:
+        with suppress(UpdateSkipped), self.update.gradients.counted(), state.updating(optimizer) as begin:
             prepare = partial(self.update.prepare, optimizer, elastic, begin)
             with private_lightning.before_update(self.precision_plugin, prepare):
                 output = super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -6,7 +6,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from traceback import extract_tb
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.replicas import ExpertStack
@@ -151,7 +153,8 @@ def _squared_part(gradient: Tensor | None, cut: TensorCut, world: World) -> Tens
 
 
 class Gradients:
-    """Clipping of gradients by the norm of the whole model, and their comparison between ranks.
+    """Clipping of gradients by the norm of the whole model, their comparison between ranks, and a watch for updates
+    without both.
 
     Args:
         worlds: the present world, whose ranks share the gradients.
@@ -167,6 +170,8 @@ class Gradients:
         self.last_norm: Tensor | None = None
         self.has_summed = False
         self._paired_in: int | None = None  # the step in which single gradients of several stages had a common norm
+        self._watch: RemovableHandle | None = None
+        self._is_counted = False
         self._writers: list[str] | None = None  # hooks that may change gradients, on any rank
 
     def begin_sum(self) -> None:
@@ -244,6 +249,53 @@ class Gradients:
         """Ask all ranks again for hooks that may change gradients, in another training or world."""
         self._writers = self._paired_in = None
 
+    def watch_updates(self) -> None:
+        """Warn once, until `end_watch`, of an optimizer that the module steps past Lightning: that of
+        `optimizers(use_pl_optimizer=False)`, or one inside of another.
+        """
+        self.end_watch()
+        self._watch = register_optimizer_step_pre_hook(self._check_counted)
+
+    def end_watch(self) -> None:
+        """End what `watch_updates` began."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    @contextmanager
+    def counted(self) -> Generator[None, None, None]:
+        """Mark the updates inside as those of a step that Lightning counts."""
+        self._is_counted = True
+        try:
+            yield
+        finally:
+            self._is_counted = False
+
+    def _check_counted(self, optimizer: Optimizer, *_: object) -> None:
+        """Raises as `_require_summed`."""
+        state = self._state
+        if self._is_counted or state.module.automatic_optimization or not state.trainer.training:
+            return
+        if not {p for group in optimizer.param_groups for p in group["params"]}.isdisjoint(state.module.parameters()):
+            self._require_summed()
+            self.end_watch()
+            rank_zero_warn(
+                f"{type(optimizer).__name__} is stepped past Lightning, which counts no step then, so what comes with "
+                "steps is left out (checkpoints, selection biases of routers, averages, checks of gradients and "
+                "state): step what self.optimizers() returns"
+            )
+
+    def _require_summed(self) -> None:
+        """
+        Raises:
+            ConfigurationError: several ranks, and no backward pass went through the strategy.
+        """
+        if self._worlds.present.stage.size > 1 and not self.has_summed:
+            raise ConfigurationError(
+                "the training step updates parameters without a backward pass of the strategy, which sums their "
+                "gradients over ranks: call self.manual_backward(loss) instead of loss.backward()"
+            )
+
     @torch.no_grad()
     def require_same_gradients(self, optimizer: Optimizer) -> None:
         """Compare the norms of gradients that several ranks hold before an update, where hooks of the user may have
@@ -257,11 +309,8 @@ class Gradients:
         if world.size == 1:
             return
         by_hand = not self._state.module.automatic_optimization
-        if by_hand and not self.has_summed and any(map(is_cut, self._state.parameters_of(optimizer))):
-            raise ConfigurationError(
-                "the training step updates parameters that are cut without a backward pass of the strategy, which "
-                "sums their gradients: call self.manual_backward(loss) instead of loss.backward()"
-            )
+        if by_hand and any(map(is_cut, self._state.parameters_of(optimizer))):
+            self._require_summed()
         if self._writers is None:  # a rank may have a callback that others lack
             found = all_gather_json(_writers_of_gradients(self._state.trainer, self._state.module), world)
             self._writers = sorted({name for names in found for name in names})

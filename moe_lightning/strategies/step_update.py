@@ -67,16 +67,18 @@ class StepUpdate:
         self._clipped: int | None = None  # the optimizer whose gradients clipping has checked
 
     def begin(self, precision: Precision) -> None:
-        """Scale losses and clip gradients for all ranks, until `end`."""
+        """Scale losses and clip gradients for all ranks, and look for updates past the strategy, until `end`."""
         self._scaler = share_scale(precision, self._worlds, self._state.parameters_of)
         private_lightning.clip_with(precision, self._clip, self.gradients.clip_by_value)
         private_torch.clip_norms_by(self.gradients.norms_for_clipping, scale_gradients)
+        self.gradients.watch_updates()
 
     def end(self, precision: Precision) -> None:
         """Give the precision plugin, and torch's clipping, their own methods back."""
         private_lightning.use_own_methods(precision)
         own_scale(precision)
         private_torch.clip_norms_as_usual()
+        self.gradients.end_watch()
         self.finite.end()
         self._scaler, self._num_groups = None, -1
 

@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric
 
 from moe_lightning import ConfigurationError, auxiliary_loss
 from moe_lightning.moe.randomness import StreamDropout
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
 from tests.programs import TESTS, run_program
@@ -327,6 +327,44 @@ def test_optimizers_clear_and_freeze_what_other_ranks_update(name: str) -> None:
     strategy = {"dense": "zero1", "find_unused_parameters": True}
     for result in run_pooled(2, fit, name, strategy):
         assert_alike(result, stock(name), 1e-5)
+
+
+class PastLightning(TwoPlayers):
+    """Steps an optimizer of torch in each batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)[0]  # type: ignore[index]
+        optimizer.zero_grad()
+        self.manual_backward(self.nats(batch))
+        optimizer.step()
+
+
+class PastTheStrategy(PastLightning):
+    """Calls loss.backward(), too."""
+
+    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
+
+
+def past_lightning(rank: int, world_size: int, kind: type[Base]) -> list[str]:
+    """The warnings of such updates."""
+    trainer = make_trainer(rank, world_size, {"find_unused_parameters": True}, max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), tokens(12, 6)())
+    return [line for line in (str(warning.message) for warning in caught) if "past Lightning" in line]
+
+
+def test_an_update_past_lightning_is_noticed_once() -> None:
+    assert run_pooled(1, past_lightning, TwoPlayers) == [[]]
+    ((line,),) = run_pooled(1, past_lightning, PastTheStrategy)
+    assert line.startswith("AdamW is stepped past Lightning")
+
+
+def test_gradients_of_one_rank_alone_are_refused_also_past_lightning() -> None:
+    assert [len(lines) for lines in run_pooled(2, past_lightning, PastLightning)] == [1, 0]
+    with pytest.raises(RankFailure, match=r"sums their gradients .* call self\.manual_backward\(loss\) instead"):
+        run_pooled(2, past_lightning, PastTheStrategy)
 
 
 # ---------------------------------------------------------------------- loaders that are no list of indices
