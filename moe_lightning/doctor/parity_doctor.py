@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -227,7 +228,7 @@ class ParityDoctor(Callback):
         self._states: list[dict[str, Tensor]] = []
         self._batches: list[Any] = []
         self._remarks: list[str] = []
-        self._dropout: Mapping[str, Callable[[], None]] = {}  # what turns it on again
+        self._undo: list[Callable[[], None]] = []  # what restores the dropout and the least training
         self._world, self._is_own = World.single(), False
         self._read_back: ReadBack | None = None
         self._scaler: GradScaler | None = None
@@ -254,7 +255,8 @@ class ParityDoctor(Callback):
         self._recorder, self.comparison = Recorder(tolerance), None
         self._recorder.world = self._world
         self._states, self._batches = [], []
-        self._dropout = without = without_dropout(pl_module)
+        without, loop = without_dropout(pl_module), trainer.fit_loop
+        self._undo = [*without.values(), partial(_set_least, trainer, loop.min_epochs, loop.epoch_loop.min_steps)]
         self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
         self._recorder.begin(trainer, pl_module)
         self._read_back, self._scaler = ReadBack(trainer), scaler_of(trainer)
@@ -317,9 +319,9 @@ class ParityDoctor(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._recorder.end()
         self._copy, self._loader, self._states, self._batches = None, None, [], []
-        for turn_on in self._dropout.values():
-            turn_on()
-        self._dropout = {}
+        for undo in self._undo:
+            undo()
+        self._undo = []
         if isinstance(trainer.strategy, ExpertParallelStrategy):
             trainer.strategy.update.state_check.schedule.resume()
 
@@ -358,6 +360,7 @@ class ParityDoctor(Callback):
         if self.comparison is None:
             self.comparison = Comparison(partings=(), steps=len(self._recorder.notes), tensors=0, largest=0.0)
         trainer.should_stop = True
+        _set_least(trainer, None, None)
 
     def _compared(self, trainer: pl.Trainer) -> Comparison:
         assert self._copy is not None
@@ -366,6 +369,11 @@ class ParityDoctor(Callback):
         data = self._loader if self._is_own else Batches(self._batches)
         alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance, self._scaler)
         return compare([merged(step) for step in notes], [merged(step) for step in alone], tolerance)
+
+
+def _set_least(trainer: pl.Trainer, epochs: int | None, steps: int | None) -> None:
+    """Set the least epochs and steps of a training, before which it does not stop."""
+    trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = epochs, steps
 
 
 def _end_without_traceback(rank: int) -> None:

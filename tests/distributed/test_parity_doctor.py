@@ -142,6 +142,14 @@ def test_what_is_turned_off_is_on_again_after_the_training() -> None:
     assert not trainer.strategy.update.state_check.schedule.is_stopped  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("least", [{"min_steps": 5}, {"min_epochs": 2}])
+def test_the_training_ends_before_its_least_steps(least: dict[str, int]) -> None:
+    trainer = make_trainer(0, 1, {}, callbacks=[ParityDoctor(steps=1)], max_steps=12, **least)
+    trainer.fit(OwnModule(), DataLoader(RandomTokens(24), batch_size=4))
+    assert trainer.global_step == 1
+    assert least.items() <= {"min_steps": trainer.min_steps, "min_epochs": trainer.min_epochs}.items()
+
+
 def test_a_root_in_a_store_makes_no_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options: dict[str, Any] = {"max_steps": 2, "default_root_dir": "memory://run"}
