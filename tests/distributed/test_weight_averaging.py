@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer, OptimizerConfig
@@ -227,3 +227,49 @@ def test_a_resume_on_other_ranks_goes_on_with_both_weights(
     assert found[0]["losses"] == pytest.approx(quiet["losses"][2:], abs=1e-5)
     assert_close(found[0]["whole"], quiet["whole"])
     assert_close(found[0]["saved"]["step=6"]["current_model_state"], quiet["saved"]["step=6"]["current_model_state"])
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Trains one number beside its vectors."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+class Scaled(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = ScaledEmbedding(64, 32)
+
+
+def number_in_checkpoints(
+    rank: int, world_size: int, strategy: dict[str, Any], folder: Path
+) -> tuple[list[tuple[float, float]], float]:
+    """(scale, loss) that a validation has of a directory and of a file, and the scale that is trained on."""
+    savers = [
+        PartialExpertsCheckpoint(f"{folder}/steps", every_n_steps=STEPS),
+        ModelCheckpoint(folder, every_n_train_steps=STEPS, filename="file"),
+    ]
+    options: dict[str, Any] = {"max_steps": STEPS, "enable_checkpointing": True}
+    run(make_trainer(rank, world_size, strategy, callbacks=[averaging("ema"), *savers], **options), Scaled())
+    found = []
+    for path in (f"{folder}/steps", f"{folder}/file.ckpt"):
+        losses, module = Validations(), Scaled()
+        trainer = make_trainer(rank, world_size, strategy, callbacks=[losses])
+        trainer.validate(module, DataLoader(RandomTokens(30), batch_size=10), ckpt_path=path, verbose=False)
+        found.append((float(module.embed.scale), losses.losses[0]))  # type: ignore[arg-type]
+    saved = torch.load(folder / "file.ckpt", weights_only=False)
+    return found, float(saved["current_model_state"]["embed.scale"])
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, {}), slow(2, {"dense": "fsdp"}), slow(2, {"dense": "zero1"})])
+def test_a_validation_of_a_directory_has_the_average_of_one_number(
+    tmp_path: Path, ranks: int, strategy: dict[str, Any]
+) -> None:
+    for (of_directory, of_file), trained in run_pooled(ranks, number_in_checkpoints, strategy, tmp_path):
+        assert of_directory == pytest.approx(of_file, rel=1e-6)
+        assert abs(of_file[0] - trained) > 1e-4
