@@ -161,10 +161,11 @@ def follow_umask(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or as it was, also if several machines write it at once."""
+    """Write a file of UTF-8 text that is there as a whole or as it was, also if several machines write it at once; a
+    link is replaced, not followed."""
     draft = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from moe_lightning.config import NonNegativeInt, validated
 from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import replace_text
 
 _MAX_ORDER = 2
 _MAX_VOCAB_SIZE = 4096
@@ -209,7 +210,7 @@ class Summary(Callback):
             return
         numbers = self.numbers(trainer)
         if self._path is not None and self._has_trained:
-            self._path.write_text(json.dumps(numbers, indent=2) + "\n")
+            replace_text(self._path, json.dumps(numbers, indent=2) + "\n")
         print("\n" + render(numbers, _files(trainer)), flush=True)
 
     def numbers(self, trainer: pl.Trainer) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from moe_lightning.arguments import OutputFolder, option
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import replace_text
 from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import bar_chart, heat_map, line_chart, phase_lines, svg
 
@@ -51,7 +52,7 @@ def run(options: Options) -> int:
     out = options.out or (options.run.parent if options.run.is_file() else options.run) / "pictures"
     out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
-        (out / f"{name}.svg").write_text(svg(picture))
+        replace_text(out / f"{name}.svg", svg(picture))  # not through a link that the run has there
         print(out / f"{name}.svg")
     return 0
 

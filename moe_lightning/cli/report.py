@@ -34,6 +34,7 @@ from moe_lightning.cli.plot import (
 )
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.files import replace_text
 from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import grid, heat_map, line_chart, phase_lines, svg
 
@@ -456,7 +457,10 @@ def run(options: Options) -> int:
     text = render(options.run)
     out = options.out or options.run / "report.html"
     try:
-        out.write_text(text, encoding="utf-8")
+        if options.out is None:
+            replace_text(out, text)  # a run of others may have put a link to a file of this user there
+        else:
+            out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(
             f"{out} cannot be written ({error.strerror}): give another place with --out"

@@ -92,6 +92,22 @@ def test_the_page_has_every_section_and_only_its_own_markup(run: Path, capsys: p
         assert shown in words, shown
 
 
+def test_a_link_in_the_run_is_replaced_and_not_followed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    own = tmp_path_factory.mktemp("home") / ".profile"
+    own.write_text("own\n")
+    (run / "report.html").symlink_to(own)
+    assert main(["report", str(run)]) == 0
+    (run / "pictures").mkdir()
+    (run / "pictures" / "imbalance.svg").symlink_to(own)
+    assert main(["plot", str(run)]) == 0
+    assert own.read_text() == "own\n"
+    assert not any(path.is_symlink() for path in run.rglob("*"))
+    given = run / "page.html"
+    given.symlink_to(own)
+    assert main(["report", str(run), "--out", str(given)]) == 0
+    assert own.read_text().startswith("<!DOCTYPE html>"), "the user gave that path"
+
+
 def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> None:
     # Lightning counts a validation after the last step further.
     write_metrics(run, 1, [{"step": 20, "val/loss": 2.5, "epoch": 0}, {"step": 12, "recovery/lost_rank": 1}])
