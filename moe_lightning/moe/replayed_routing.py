@@ -178,6 +178,9 @@ def record_routing(model: nn.Module) -> Generator[Choices, None, None]:
 def replay_routing(model: nn.Module, expert_ids: Tensor) -> Generator[None, None, None]:
     """Force these experts on every token in the forward passes inside.
 
+    The backward pass may follow outside, also with `gradient_checkpointing` of a HuggingFaceModule. Where you call
+    torch.utils.checkpoint yourself, it belongs inside, because it routes the tokens again.
+
     Args:
         expert_ids: integers [B, L, layers, K] or [T, layers, K]; -1 in all K: the router chooses.
 

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file, save_file
 
-from moe_lightning import CheckpointError, ConfigurationError, auxiliary_loss
+from moe_lightning import CheckpointError, ConfigurationError, auxiliary_loss, replay_routing
 from moe_lightning.cli import train
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.language_model import open_language_model
@@ -263,6 +263,25 @@ def test_padding_reaches_no_expert_and_changes_no_gradient(tmp_path: Path) -> No
     assert routed_rows(module) == [2 * inputs.numel()] * 2, "a mask is of one batch"
     module.model(inputs, attention_mask=is_token.long())
     assert routed_rows(module) == [2 * int(is_token.sum())] * 2
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek"])
+def test_a_backward_pass_behind_replayed_routing_takes_the_same_experts(name: str, tmp_path: Path) -> None:
+    make_checkpoint(name, tmp_path)
+    inputs = inputs_for(name)
+    gradients = []
+    for is_recomputed in (False, True):
+        module = load(tmp_path, gradient_checkpointing=is_recomputed).train()
+        (num_experts,) = {layer.num_experts for layer in module.architecture.layers.values()}
+        size = inputs.numel(), len(module.architecture.layers), num_experts
+        ids = torch.rand(size, generator=torch.Generator().manual_seed(1)).argsort(dim=-1)[..., :2]
+        with replay_routing(module, ids):
+            loss = module(inputs).logsumexp(-1).sum()
+        loss.backward()
+        gradients.append({key: value.grad for key, value in module.named_parameters() if value.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, msg=key)
 
 
 def test_loaded_models_can_be_copied(tmp_path: Path) -> None:
