@@ -952,16 +952,17 @@ def _elements(path: Path) -> Iterator[tuple[str, int, bytes]]:
     try:
         while True:
             at = _after_space(text, at + 1)
-            if number == 0 and text[at : at + 1] == "]":
-                return
-            number += 1
-            _, end = decoder.raw_decode(text, at)
-            yield f"element {number}", at, text[at:end].encode("latin-1")
-            at = _after_space(text, end)
+            if number > 0 or text[at : at + 1] != "]":
+                number += 1
+                _, end = decoder.raw_decode(text, at)
+                yield f"element {number}", at, text[at:end].encode("latin-1")
+                at = _after_space(text, end)
             if text[at : at + 1] == "]":
-                return
+                break
             if text[at : at + 1] != ",":
                 raise ValueError("neither a comma nor the end of the array follows it")
+        if _after_space(text, at + 1) < len(text):
+            raise ValueError("something follows the end of the array, such as a second one")
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{path} is not a complete JSON array: element {number}: {error}; fix it, or write one conversation "

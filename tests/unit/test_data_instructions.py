@@ -159,6 +159,11 @@ def test_an_array_is_read_like_lines(tmp_path: Path, indent: int | None) -> None
         (b'[{"prompt": "a", "response": "b"}', "not a complete JSON array: element 1: neither a comma nor the end"),
         (b'[{"prompt": "a", "response": "b"},', "not a complete JSON array: element 2: Expecting value"),
         (b'[{"prompt": "a", "response": "b"}, {"text": "c"}]', "element 2, is not a conversation: it has neither"),
+        (
+            b'[{"prompt": "a", "response": "b"}]\n[{"prompt": "c", "response": "d"}]',
+            "array: element 1: something follows the end of the array, such as a second one; fix it",
+        ),
+        (b'[]\n[{"prompt": "a", "response": "b"}]', "element 0: something follows the end of the array"),
         (b'[{"prompt": "\xff", "response": "b"}]', "element 1, is not a conversation: it is not UTF-8 text"),
         (b'{"prompt": "\xff", "response": "b"}', "line 1, is not a conversation: it is not UTF-8 text: invalid start"),
         (b"[" * 100_000, "element 1: maximum recursion depth"),
