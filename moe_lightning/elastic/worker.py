@@ -307,6 +307,10 @@ def work(program: str, run: Callable[[], object]) -> int:
     except KeyboardInterrupt as stop:
         is_agreed = isinstance(stop, Interrupted) and ELASTIC_VARIABLE in os.environ
         return EXIT_STOPPED if is_agreed else EXIT_INTERRUPTED
+    except SystemExit as stop:  # of a script
+        if stop.code not in (None, 0):
+            sys.last_value = stop  # exit handlers read it to detect an error
+            raise
     except Preempted as notice:
         print(f"{program}: this rank leaves: {notice}; what only it held is handed over or saved", file=sys.stderr)
         leave_process_groups()

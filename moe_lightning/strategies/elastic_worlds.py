@@ -10,8 +10,10 @@ setup hooks once more. Sources: Lazarus 4.3 and REFT 4; here live state replaces
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -220,6 +222,7 @@ class ElasticWorlds:
         to set up in until the fit loop joins it.
         """
         self._strategy.worlds.allow_changes()
+        atexit.register(self._close_at_exit)
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
         first = first_world(self.engine, self._build)
@@ -305,8 +308,14 @@ class ElasticWorlds:
 
     def close(self) -> None:
         """Leave for good, when training is over."""
+        atexit.unregister(self._close_at_exit)
         gc.unfreeze()
         self.engine.close()
+
+    def _close_at_exit(self) -> None:
+        """Leave where a script ends well: a connection that is lost would break the world of ranks that still save."""
+        if not hasattr(sys, "last_value"):
+            self.close()
 
     def _require_members(self) -> Members:
         assert self.members is not None, "join first"

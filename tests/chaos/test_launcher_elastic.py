@@ -353,6 +353,15 @@ def test_a_script_that_says_nothing_of_devices_trains_on_the_ranks_of_its_launch
 
 
 @pytest.mark.slow
+def test_rank_0_of_a_script_has_time_after_the_others_have_ended(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("plain_script.py")
+    (tmp_path / "export").touch()
+    done = run_program(*RUN, "--ranks", "2", *QUICK, script, tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "exported").read_text() == "None"
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_before_training_is_started_again(tmp_path: Path) -> None:
     """With all others, which have nothing to lose yet."""
     script = Path(__file__).with_name("plain_script.py")
