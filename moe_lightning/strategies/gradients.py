@@ -169,7 +169,7 @@ class Gradients:
         self._worlds, self._state = worlds, state
         self.last_norm: Tensor | None = None
         self.has_summed = False
-        self._paired_in: int | None = None  # the step in which single gradients of several stages had a common norm
+        self._paired: tuple[int, set[object]] | None = None  # step, and one gradient of a stage that had a norm
         self._watch: RemovableHandle | None = None
         self._is_counted = False
         self._writers: list[str] | None = None  # hooks that may change gradients, on any rank
@@ -218,36 +218,40 @@ class Gradients:
                 'self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm="value")'
             )
         if world.pipe.size > 1:
-            self._require_common_norm(len(among), world.pipe)
+            self._require_common_norm(among, world.pipe)
         norm = global_gradient_norm(parameters, stack_of, world.stage, world.pipe, among=among)
         return [norm, *(gradient for gradient in gradients if _memory_of(gradient) not in among)]
 
-    def _require_common_norm(self, count: int, pipe: World) -> None:
+    def _require_common_norm(self, among: set[object], pipe: World) -> None:
         """Refuse a loop over parameters, each clipped by its own norm: a parameter of one stage would be clipped by the
         norm of itself and one of another stage; collective.
 
         Args:
-            count: gradients of this stage in the norm.
+            among: `_memory_of` the gradients of this stage in the norm.
 
         Raises:
-            ConfigurationError: for the second time in a step, several stages have one gradient and none has more.
+            ConfigurationError: several stages have one gradient and none has more, for the second time in a step and
+                with other gradients.
         """
-        counts = torch.zeros(pipe.size, device=pipe.device)
-        counts[pipe.rank] = count
-        all_reduce_(counts, pipe)
-        counts, step = pipe.read(counts), self._state.trainer.global_step
+        step = self._state.trainer.global_step
+        former = self._paired[1] if self._paired is not None and self._paired[0] == step else among
+        numbers = torch.zeros(2, pipe.size, device=pipe.device)
+        numbers[0, pipe.rank], numbers[1, pipe.rank] = len(among), former != among
+        all_reduce_(numbers, pipe)
+        counts, differ = pipe.read(numbers)
         if counts.max() != 1 or counts.sum() == 1:
             return
-        if self._paired_in == step:
+        if differ.any():
             raise ConfigurationError(
-                "clip_grad_norm_ is called for one parameter at a time, and the stages of mesh.pp have other "
-                "parameters: call it once for all, or use self.clip_gradients(optimizer, gradient_clip_val=...)"
+                "clip_grad_norm_ is called for one parameter at a time, or twice for lists of one parameter of each "
+                "stage of mesh.pp, which cannot be told from a loop whose stages have other parameters: call it once "
+                "for all, or use self.clip_gradients(optimizer, gradient_clip_val=...)"
             )
-        self._paired_in = step
+        self._paired = step, among
 
     def forget_writers(self) -> None:
         """Ask all ranks again for hooks that may change gradients, in another training or world."""
-        self._writers = self._paired_in = None
+        self._writers = self._paired = None
 
     def watch_updates(self) -> None:
         """Warn once, until `end_watch`, of an optimizer that the module steps past Lightning: that of

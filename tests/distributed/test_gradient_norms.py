@@ -160,6 +160,15 @@ class ClipsEach(Clips):
             torch.nn.utils.clip_grad_norm_(parameter, 0.05)
 
 
+class ClipsRouters(Clips):
+    """Reads the norm of one parameter of each layer, and clips by it."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        weights = [p for name, p in self.named_parameters() if name.endswith("router.weight")]
+        get_total_norm([p.grad for p in weights if p.grad is not None])
+        torch.nn.utils.clip_grad_norm_(weights, 1e-4)
+
+
 class ClipsInACallback(pl.Callback):
     """Clips where hooks see gradients."""
 
@@ -221,6 +230,7 @@ def clipped_on_one_rank(kind: type) -> list[float]:
         (ClipsWithAnother, 2, {}),
         (Clips, 2, {"mesh": {"tp": 2}}),
         (Clips, 2, {"mesh": {"pp": 2}}),
+        (ClipsRouters, 2, {"mesh": {"pp": 2}}),
         slow(Clips, 4, {"mesh": {"tp": 2}, "dense": "fsdp"}),
     ],
 )
