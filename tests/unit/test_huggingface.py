@@ -770,7 +770,8 @@ def edited(folder: Path, **values: Any) -> None:
             {"router": {"bias_update_rate": 0.1}, "adapter": {"rank": 2}},
             "bias_update_rate=0.1 would change selection biases, which adapters cannot hold",
         ),
-        ({}, {"overrides": {"dropout": 0.0}}, "has no 'dropout'"),
+        ({}, {"overrides": {"dropout": 0.0}}, "has no 'dropout': see its config.json"),
+        ({}, {"overrides": {"rope_theta": 7.0}}, "has no 'rope_theta': set it in rope_parameters"),
         ({}, {"overrides": {"hidden_size": "wide"}}, "transformers refuses this configuration"),
         (
             {},
@@ -903,6 +904,38 @@ def test_an_override_of_rotary_embeddings_counts_before_their_older_name(tmp_pat
     edited(tmp_path, rope_theta=5.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 7.0}
     assert load(tmp_path, overrides={"rope_parameters": rope}).architecture.config.rope_parameters == rope
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rope"),
+    [
+        ({"rope_scaling": LINEAR}, {"rope_theta": 7.0, **LINEAR}),
+        ({"rope_parameters": LINEAR}, {"rope_theta": 7.0, **LINEAR}),
+        ({"rope_scaling": None}, {"rope_theta": 7.0, "rope_type": "default"}),
+        ({"rope_parameters": {"rope_theta": 9.0}}, {"rope_theta": 9.0, "rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_an_override_of_rotary_embeddings_changes_nothing_else_of_them(
+    tmp_path: Path, overrides: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    make_checkpoint("olmoe", tmp_path)
+    edited(tmp_path, rope_parameters={"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0})
+    before = copy.deepcopy(overrides)
+    module = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16, "overrides": overrides})
+    assert module.architecture.config.rope_parameters == rope
+    assert overrides == module.hparams["config"]["overrides"] == before
+
+
+def test_an_override_that_transformers_does_not_follow_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with pytest.raises(ConfigurationError, match=r"sliding_window=4 has no effect: .* makes sliding_window=None of it"):
+        HuggingFaceConfig(pretrained=str(tmp_path), context_length=16, overrides={"sliding_window": 4}).architecture()
+    window = {"sliding_window": 4, "use_sliding_window": True}
+    config = HuggingFaceConfig(pretrained=str(tmp_path), context_length=16, overrides=window)
+    assert config.architecture().config.sliding_window == 4
 
 
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ from moe_lightning.moe.randomness import SampleStream, attach_stream, rememberin
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of older checkpoints that models compute themselves today."""
 
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Entries of rope_parameters that another scaling leaves as they are."""
+
 QUANTISATIONS = ("mxfp4", "fp8")
 """What can be dequantised, by the quant_method of config.json."""
 
@@ -100,7 +103,7 @@ def read_config(
 
     Raises:
         ConfigurationError: no config.json, one that transformers refuses, an unknown model or quantisation, or a
-            key that the configuration lacks.
+            key that the configuration lacks or does not follow.
     """
     check_folder(path)
     file = path / "config.json"
@@ -128,12 +131,35 @@ def read_config(
             "read: load it with transformers in bfloat16 and save it with save_pretrained"
         )
     config = config_from(values)
-    for name in overrides or {}:
+    return _overridden(path, config, values, overrides) if overrides else config
+
+
+def _overridden(path: Path, config: Any, values: dict[str, Any], overrides: Mapping[str, Any]) -> Any:
+    """The configuration with other values of some keys."""
+    given = dict(overrides)
+    for name in given:
         if not hasattr(config, name):
-            raise ConfigurationError(f"the configuration of {path} has no {name!r}: see its config.json")
-    if overrides and "rope_parameters" in overrides:
-        values.pop("rope_scaling", None)  # the older name, which transformers prefers
-    return config_from(values | dict(overrides)) if overrides else config
+            cure = "set it in rope_parameters" if name in _BESIDE_SCALING else "see its config.json"
+            raise ConfigurationError(f"the configuration of {path} has no {name!r}: {cure}")
+    if given.keys() & {"rope_parameters", "rope_scaling"}:
+        values = {name: value for name, value in values.items() if name != "rope_scaling"}  # transformers prefers it
+        rope = given.pop("rope_scaling", None) or given.get("rope_parameters") or {"rope_type": "default"}
+        is_other_scaling = not rope.keys().isdisjoint(("rope_type", "type"))
+        kept = {
+            name: value
+            for name, value in (getattr(config, "rope_parameters", None) or {}).items()
+            if name in _BESIDE_SCALING or not is_other_scaling
+        }
+        given["rope_parameters"] = kept | dict(rope)
+    made = config_from(values | given)
+    for name, value in given.items():
+        result = getattr(made, name)
+        if isinstance(value, int | float) and (result is None or isinstance(result, int | float)) and result != value:
+            raise ConfigurationError(
+                f"overrides.{name}={value} has no effect: the configuration of {path} makes {name}={result} of it, "
+                "perhaps by another key, such as use_sliding_window; set that one"
+            )
+    return made
 
 
 def config_from(values: Mapping[str, Any]) -> Any:
@@ -143,7 +169,7 @@ def config_from(values: Mapping[str, Any]) -> Any:
         ConfigurationError: transformers refuses it.
     """
     try:
-        return transformers().CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+        return transformers().CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(dict(values)))
     except Exception as error:  # each configuration class has its own
         reason = str(error).strip().splitlines()
         raise ConfigurationError(
