@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -155,6 +156,16 @@ def _rows(folder: Path, texts: list[str | None], name: str = "a.parquet") -> Pat
     return folder / name
 
 
+def _arrow_beyond_its_text(folder: Path) -> Path:
+    path = folder / "a.arrow"
+    texts = pa.table({"text": ["abcd"] * 3})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, texts.schema) as writer:
+        writer.write_table(texts)
+    data, offsets = path.read_bytes(), struct.pack("<4i", 0, 4, 8, 12)
+    assert data.count(offsets) == 1
+    return write(path, data.replace(offsets, struct.pack("<4i", 0, 4, 8, 20)))  # inside the file
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "null": (lambda f: write(f / "a.jsonl", '{"text": "a"}\n\n{"text": null}\n'), r"line 3: its 'text' is null; "),
     "number": (lambda f: write(f / "a.jsonl", '{"text": 3}\n'), r"a.jsonl, line 1: its 'text' is a int, not text; set"),
@@ -181,6 +192,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "cut parquet": (
         lambda f: write(f / "a.parquet", FORMATS["parquet"](f).read_bytes()[:-100]), r"a.parquet is damaged"),
     "no arrow": (lambda f: write(f / "a.arrow", b"plain text"), r"a.arrow is damaged or was cut off"),
+    "offsets of arrow": (_arrow_beyond_its_text, r"a.arrow is damaged or was cut off"),
     "null row": (lambda f: _rows(f, ["a", "b", "c", None]), r"a.parquet, row 3: its 'text' is null"),
     "column": (
         lambda f: pq.write_table(pa.table({"body": ["a"]}), f / "a.parquet") or f / "a.parquet",
