@@ -22,6 +22,7 @@ from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import SavedModel, open_saved, other_tokenizer, trained_config
 from moe_lightning.config import build_config
 from moe_lightning.data.text import shown_sources, sources_of
+from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.hub import CONFIG, TOKENIZERS, hub_name, local_folder, local_tokenizer
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
@@ -170,7 +171,11 @@ class _Trained:
         )
 
     def _named_tokenizer(self) -> Path | None:
-        """Return the tokenizer.json that the data of the run named, where it is not that of the model."""
+        """Return the tokenizer.json that the data of the run named, where it is not that of the model.
+
+        Raises:
+            ConfigurationError: it is no tokenizer.json: a checkpoint of others may name any file of this machine.
+        """
         named = other_tokenizer(self.source.values)
         if named is None:
             return None
@@ -183,6 +188,7 @@ class _Trained:
                 file=sys.stderr,
             )
             return None
+        load_tokenizer(str(file))
         return file
 
     def adapted(self, *, alone: bool) -> _Adapted:

@@ -541,6 +541,17 @@ def test_a_tokenizer_of_the_hub_that_is_not_here_is_to_be_downloaded(capsys: pyt
     assert "has that of /base: download it and export again" in capsys.readouterr().err
 
 
+def test_a_checkpoint_cannot_have_another_file_exported_as_its_tokenizer(tmp_path: Path) -> None:
+    from moe_lightning.cli.huggingface import _Trained
+
+    secret = tmp_path / ".netrc"
+    secret.write_text("machine example.org login me password x\n")
+    values = {"TextData": {"tokenizer_origin": str(secret)}, "hyper_parameters": {"origin": "/base"}}
+    trained: Any = SimpleNamespace(source=SimpleNamespace(values=values), config=SimpleNamespace(pretrained="/base"))
+    with pytest.raises(ConfigurationError, match=r"netrc is not a tokenizer.json \((?!.*password)"):
+        _Trained._named_tokenizer(trained)
+
+
 @pytest.mark.slow
 def test_adapters_keep_the_format_and_the_end_of_conversations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
