@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from moe_lightning.cli.capacity import RANK_BYTES, available_memory
 from moe_lightning.cli.composition import CONFIG_NAME, check_config, choices, composition_errors, config_folder
 from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
-from moe_lightning.cli.simulation import HEAD, recipe_file, recommended_settings
+from moe_lightning.cli.simulation import HEAD, launch_command, recipe_file, recommended_settings
 from moe_lightning.config import shown
 from moe_lightning.cores import usable_cores
 from moe_lightning.errors import ConfigurationError
@@ -99,8 +99,7 @@ def advise(options: Mapping[str, str], settings: Sequence[str], config_dir: str 
     for line in _lines(advice, run, machine, base, notes):
         print(line)
     target.write_text(_recipe(advice, run, machine, config, settings, target))
-    command = f"moe-train --config-dir {target.parent.parent} recipes={target.stem}"
-    print(f"\nrecipe       {target}\nstart        {command}")
+    print(f"\nrecipe       {target}\nstart        {launch_command(target)}")
 
 
 def _base(settings: Sequence[str]) -> str:
@@ -469,7 +468,7 @@ def _recipe(
     memory = format_bytes(_three(run.memory().total))
     head = (
         f"{HEAD}moe-train --advise: {base} on {machine.words}, {memory} a rank predicted.\n#\n"
-        f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}{_joining(machine)}\n"
+        f"#   {launch_command(path)}{_joining(machine)}\n"
     )
     listed = "".join(f"  - {entry}\n" for entry in (*defaults, "_self_"))
     return f"{head}defaults:\n{listed}\n{OmegaConf.to_yaml(merged)}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from datetime import UTC, datetime
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint import inspect as checkpoints
@@ -20,6 +21,7 @@ from moe_lightning.cli.expert_edits import edit_file, least_loaded, parse_edits
 from moe_lightning.cli.saved_model import checkpoints_of
 from moe_lightning.cli.serving import form_of, measured_counts, plan_serving
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.text_table import table
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 def _inspect(arguments: argparse.Namespace, console: Console) -> int:
     file = newest_file(arguments.path)
     if file is not None:
-        console.print(_facts_of_file(summarise_file(file)))
+        console.print(_facts_of_file(summarise_file(file)), soft_wrap=True)
         return 0
     checkpoint = checkpoints.resolve(arguments.path)
     manifest, versions_LE = checkpoint.manifest, checkpoint.expert_versions()
@@ -48,9 +50,9 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         ("lost tokens (PLT)", "not recorded" if manifest.plt is None else f"{100 * manifest.plt:.4f} %"),
         *((f"  {scope}", _size(size)) for scope, size in checkpoints.scope_bytes(manifest).items()),
     )
-    console.print(facts)
+    console.print(facts, soft_wrap=True)
     if versions_LE.size:
-        console.print(_versions(versions_LE))
+        console.print(_versions(versions_LE), soft_wrap=True)
     return 0
 
 
@@ -69,16 +71,13 @@ def _carries_on(manifest: Manifest) -> str:
     return manifest.previous or "nothing: every expert is of this session's first checkpoint"
 
 
-def _facts(*rows: tuple[str, str]) -> Table:
-    facts = Table(show_header=False, box=None)
-    facts.add_column(style="bold")
-    facts.add_column()
-    for row in rows:
-        facts.add_row(*row)
-    return facts
+def _facts(*rows: tuple[str, str]) -> Text:
+    """Lines of a name and a value, which no width of a terminal shortens."""
+    width = max(len(name) for name, _ in rows)
+    return Text("\n").join(Text.assemble((f"{name:<{width}}", "bold"), f"  {value}") for name, value in rows)
 
 
-def _facts_of_file(summary: FileSummary) -> Table:
+def _facts_of_file(summary: FileSummary) -> Text:
     return _facts(
         ("checkpoint", summary.name),
         ("taken after step", str(summary.step)),
@@ -88,14 +87,10 @@ def _facts_of_file(summary: FileSummary) -> Table:
     )
 
 
-def _versions(versions_LE: IntArray) -> Table:
-    table = Table(title="version of each expert (step), by layer")
-    table.add_column("layer", justify="right")
-    for expert in range(versions_LE.shape[1]):
-        table.add_column(str(expert), justify="right")
-    for layer, versions in enumerate(versions_LE):
-        table.add_row(str(layer), *("-" if v < 0 else str(v) for v in versions))
-    return table
+def _versions(versions_LE: IntArray) -> str:
+    layers = [(layer, *("-" if v < 0 else v for v in versions)) for layer, versions in enumerate(versions_LE)]
+    headers = ("layer", *map(str, range(versions_LE.shape[1])))
+    return table(headers, layers, title="version of each expert (step), by layer")
 
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
@@ -184,7 +179,7 @@ def _edit(arguments: argparse.Namespace, console: Console) -> int:
         ("validation loss", loss),
         (
             "go on with",
-            f"the settings of the run, and run_name=NAME resume={arguments.target} "
+            f"the settings of the run, and run_name=NAME {shlex.quote(f'resume={arguments.target}')} "
             f"model.num_experts={report.experts[1]}",
         ),
     )
@@ -200,7 +195,7 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
     if not any(verdict.is_whole for verdict in checkpoints.verify_all(arguments.path)[: arguments.keep]):
         raise CheckpointError(
             f"none of the newest {arguments.keep} checkpoints in {arguments.path} is whole, so nothing is "
-            f"deleted: raise --keep, and see moe-ckpt verify {arguments.path}"
+            f"deleted: raise --keep, and see moe-ckpt verify {shlex.quote(str(arguments.path))}"
         )
     removed = prune_all_but(arguments.path, arguments.keep)
     console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)

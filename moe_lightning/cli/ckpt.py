@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from moe_lightning.cli.checkpoint_commands import run
 
-        return run(arguments, Console(highlight=False))
+        return run(arguments, Console(highlight=False, markup=False, emoji=False))
     except (ConfigurationError, MissingCheckpointError) as error:
         print(f"moe-ckpt: error: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -170,6 +171,11 @@ def recipe_file(path: Path, key: str) -> Path:
     return path
 
 
+def launch_command(path: Path) -> str:
+    """The command that trains with a recipe, see `recipe_file`."""
+    return shlex.join(["moe-train", "--config-dir", str(path.parent.parent), f"recipes={path.stem}"])
+
+
 def recommended_settings(advice: Advice, simultaneous: int) -> dict[str, Any]:
     """Return the settings of a moe-train recipe that trains as advised, callbacks as in conf/callbacks.
 
@@ -221,7 +227,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
     head = (
         f"{HEAD}moe-sim for {config['nodes']} nodes: {report.goodput:.4g} samples/s, "
         f"PLT {report.plt:.5f} predicted.\n#\n{_about(mesh)}"
-        f"#   moe-train --config-dir {path.parent.parent} recipes={path.stem}\n"
+        f"#   {launch_command(path)}\n"
         "defaults:\n  - override /callbacks: partial_experts\n\n"
     )
     return head + OmegaConf.to_yaml(OmegaConf.create(body))

@@ -64,13 +64,16 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_cluster_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    out = _advice(capsys, "text", "--cluster", "2x4xA30", *LARGE, "data.source=books", "--out", "mine/recipes/big.yaml")
+    out = _advice(
+        capsys, "text", "--cluster", "2x4xA30", *LARGE, "data.source=books", "--out", "my own/recipes/big.yaml"
+    )
     assert "on 2 nodes of 4 A30" in out
-    assert "moe-train --config-dir mine recipes=big" in out
-    text = Path("mine/recipes/big.yaml").read_text()
+    assert "moe-train --config-dir 'my own' recipes=big" in out
+    text = Path("my own/recipes/big.yaml").read_text()
+    assert "moe-train --config-dir 'my own' recipes=big elastic" in text
     assert text.startswith("# @package _global_\n# Recommended by moe-train --advise: text on 2 nodes of 4 A30")
     assert "elastic.rdzv_endpoint=HOST:29510" in text
-    config = _composed(Path("mine"), "big")
+    config = _composed(Path("my own"), "big")
     assert (config["ranks"], config["elastic"]["num_nodes"]) == (4, 2)
     assert (config["data"]["source"], config["trainer"]["precision"]) == ("books", "bf16-mixed")
     assert config["model"]["num_layers"] == 12

@@ -90,11 +90,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_merging_undoes_duplicating_and_the_command_that_goes_on_is_printed(
     whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    double = whole.with_name("double.ckpt")
+    monkeypatch.setenv("COLUMNS", "40")
+    double = whole.with_name(f"{'double ' * 9}[b].ckpt")  # quoted for the shell, at any width
     everyone = ",".join(map(str, range(E)))
     assert main(["edit", str(whole), str(double), "--duplicate", everyone, "--batches", "0"]) == 0
-    assert " ".join(capsys.readouterr().out.split()).endswith(f"resume={double} model.num_experts={2 * E}")
+    assert capsys.readouterr().out.endswith(f"run_name=NAME 'resume={double}' model.num_experts={2 * E}\n")
     assert read_file(double)["hyper_parameters"]["config"]["num_experts"] == 2 * E
 
     again = read_file(edited(double, "again.ckpt", merge=[",".join(f"{e}+{e + E}" for e in range(E))]))
