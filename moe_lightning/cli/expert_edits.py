@@ -171,8 +171,8 @@ def edit_file(
         batches: of validation, for the report.
 
     Raises:
-        ConfigurationError: an edit that cannot be, or that changes nothing, another module, or layers that would
-            differ.
+        ConfigurationError: an edit that cannot be, or that changes nothing, another module, layers that would differ,
+            or data of the run that cannot be loaded: nothing is written.
         CheckpointError: the source is missing or damaged.
     """
     if target.exists():
@@ -182,12 +182,14 @@ def edit_file(
     num_experts = module.config.num_experts
     tables = edit_tables(edits(len(_layers(module))), num_experts, loads_LE)
     _check(tables, module.config.router.top_k, source.stat().st_size)
+    config = config_of(source) if batches else None
+    before = None if config is None else _loss_before(source, config, batches)
     edited = edit_checkpoint(checkpoint, module, tables)
     edited["hyper_parameters"]["config"]["num_experts"] = len(tables[0])
     write_file(edited, target)
     return EditReport(
         experts=(num_experts, len(tables[0])),
-        losses=_losses(source, target, batches),
+        losses=None if config is None or before is None else (before, _loss(target, config, batches)),
         batches=batches,
     )
 
@@ -328,11 +330,15 @@ def parse_edits(
     return [ExpertEdit(prune=tuple(p), merge=tuple(m), duplicate=tuple(d)) for p, m, d in columns]
 
 
-def _losses(source: Path, target: Path, batches: int) -> tuple[float, float] | None:
-    """Validation losses of two checkpoints on the first batches of the run's data, on one process."""
-    config = config_of(source)
-    if config is None or not batches:
-        return None
+def _loss_before(source: Path, config: Mapping[str, Any], batches: int) -> float:
+    try:
+        return _loss(source, config, batches)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; --batches 0 edits without measuring the loss") from error
+
+
+def _loss(path: Path, config: Mapping[str, Any], batches: int) -> float:
+    """Return the validation loss of a checkpoint on the first batches of a run's data, on one process."""
     import lightning.pytorch as pl
 
     from moe_lightning.cli.composition import build_object
@@ -341,20 +347,17 @@ def _losses(source: Path, target: Path, batches: int) -> tuple[float, float] | N
     quiet_libraries()
     from moe_lightning.models.gpt_module import GPTModule
 
-    found = []
-    for path in (source, target):
-        pl.seed_everything(config["seed"], verbose=False)
-        data = build_object(config["data"], "data")
-        checkpoint = read_file(path)
-        data.load_state_dict(checkpoint.get(type(data).__qualname__, {}))
-        hyper = checkpoint["hyper_parameters"]
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, limit_val_batches=batches,
-        )  # fmt: skip
-        module = GPTModule(hyper["config"], hyper.get("optimizer"))
-        module.configure_model()
-        module.load_state_dict(checkpoint["state_dict"])
-        (measured,) = trainer.validate(module, datamodule=data, verbose=False)
-        found.append(float(measured["val/loss"]))
-    return found[0], found[1]
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_object(config["data"], "data")
+    checkpoint = read_file(path)
+    data.load_state_dict(checkpoint.get(type(data).__qualname__, {}))
+    hyper = checkpoint["hyper_parameters"]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=batches,
+    )  # fmt: skip
+    module = GPTModule(hyper["config"], hyper.get("optimizer"))
+    module.configure_model()
+    module.load_state_dict(checkpoint["state_dict"])
+    (measured,) = trainer.validate(module, datamodule=data, verbose=False)
+    return float(measured["val/loss"])

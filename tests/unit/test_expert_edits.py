@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,22 @@ def test_mistakes(
     assert main(["edit", str(whole), str(tmp_path / "new.ckpt"), *options]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "new.ckpt").exists()
+
+
+def test_data_that_cannot_be_loaded_are_said_before_anything_is_written(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "run" / "checkpoints" / "whole.ckpt", tmp_path / "new.ckpt"
+    source.parent.mkdir(parents=True)
+    source.write_bytes(whole.read_bytes())
+    config = {"run_dir": "run", "seed": 0, "data": {"_target_": "my_package.Corpus"}}
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(config))
+    assert main(["edit", str(source), str(target), "--prune", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "set MOE_LIGHTNING_ALLOW=my_package in the environment" in said
+    assert "; --batches 0 edits without measuring the loss" in said
+    assert not target.exists()
+    assert main(["edit", str(source), str(target), "--prune", "0", "--batches", "0"]) == 0
 
 
 def test_more_experts_than_memory_holds_are_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
