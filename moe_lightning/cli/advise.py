@@ -20,7 +20,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from moe_lightning.cli.capacity import RANK_BYTES, available_memory
-from moe_lightning.cli.composition import CONFIG_NAME, check_config, choices, composition_errors, config_folder
+from moe_lightning.cli.composition import (
+    CONFIG_NAME,
+    check_config,
+    choices,
+    composition_errors,
+    config_folder,
+    own_recipes,
+)
 from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
 from moe_lightning.cli.simulation import HEAD, launch_command, recipe_file, recommended_settings
 from moe_lightning.config import shown
@@ -111,11 +118,10 @@ def _configuration(settings: Sequence[str], config_dir: str | None) -> dict[str,
     """The configuration of the run, resolved and checked."""
     from moe_lightning.cli.train import resolved
 
-    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
     names = {one.partition("=")[0] for one in settings}
     fixed = [f"{key}=advised" for key in ("run_name", "run_dir") if key not in names]
     with composition_errors(settings), config_folder():
-        composed = compose(CONFIG_NAME, [*own, *settings, *fixed], return_hydra_config=True)
+        composed = compose(CONFIG_NAME, [*own_recipes(config_dir), *settings, *fixed], return_hydra_config=True)
         OmegaConf.set_struct(composed, False)
         del composed.hydra
     config = resolved(composed)

@@ -400,6 +400,11 @@ def config_folder() -> initialize_config_dir:
     return initialize_config_dir(str(CONFIG_DIR.absolute()), version_base="1.3")
 
 
+def own_recipes(config_dir: str | None) -> list[str]:
+    """Return the overrides with which Hydra finds recipes in the user's own folder too."""
+    return [f'hydra.searchpath=["file://{Path(config_dir).absolute()}"]'] if config_dir else []
+
+
 OmegaConf.register_new_resolver("as_folder_name", as_folder_name, replace=True)
 
 
@@ -695,8 +700,7 @@ def known_keys(
 def _composed(overrides: Sequence[str], config_dir: str | None, config_name: str) -> Any:
     """The unresolved configuration that `known_keys` lists."""
     chosen = [text for text in overrides if text.partition("=")[0] in _groups() and "=" in text]
-    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
-    for tried in ([*own, *chosen], []):
+    for tried in ([*own_recipes(config_dir), *chosen], []):
         try:
             with config_folder():
                 return OmegaConf.to_container(compose(config_name, tried), resolve=False)

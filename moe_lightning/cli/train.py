@@ -50,6 +50,7 @@ from moe_lightning.cli.composition import (
     config_folder,
     fixed_keys,
     known_keys,
+    own_recipes,
     register_model_bases,
     with_quotes,
 )
@@ -565,9 +566,8 @@ def _advise(arguments: Sequence[str]) -> None:
 
 def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
     """The keys that depth=N sets, with their values and rules."""
-    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
     with composition_errors(overrides), config_folder():
-        composed = compose(CONFIG_NAME, [*own, *overrides])
+        composed = compose(CONFIG_NAME, [*own_recipes(config_dir), *overrides])
         check_dial(composed)
         if composed.depth is None:
             raise ConfigurationError("--info dial shows what depth=N sets: give depth=N with it")

@@ -61,6 +61,12 @@ def test_help_lists_the_users_own_recipes(tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"\n  mine +All my books\.", _output(capsys, "--help", "--config-dir", str(tmp_path)))
 
 
+def test_keys_of_the_users_own_recipes_are_known(tmp_path: Path) -> None:
+    (tmp_path / "a, b" / "recipes").mkdir(parents=True)
+    (tmp_path / "a, b" / "recipes" / "mine.yaml").write_text("# @package _global_\nnoise: 1\n")
+    assert "noise" in known_keys(["recipes=mine"], str(tmp_path / "a, b"))
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert _output(capsys, "--version") == f"moe-train {__version__}\n"
 
