@@ -312,6 +312,11 @@ class SavedState:
         """A world begins: its first checkpoint holds all experts."""
         self.saves = 0
 
+    def next_k(self) -> tuple[int, int]:
+        """Return the experts of a layer that the next checkpoint copies, and those that it writes."""
+        experts = self.shape[1]
+        return (experts, experts) if self.saves == 0 else (self.k_snapshot, self.k_persist)
+
     def record(self, counts_LE: IntArray) -> None:
         """Tokens that each expert has been trained on since the last call."""
         if self.partial:

@@ -233,23 +233,22 @@ class _Run:
     def _memory_stall_s(self, cost: StepCost) -> float:
         """Return the cost of protection in each step: a copy that outlasts the passes, a transfer that outlasts the
         interval."""
-        every = self.policy.memory_interval_steps
+        every, experts = self.policy.memory_interval_steps, self.scenario.workload.num_experts
         if every is None or self.policy.protection == "none":
             return 0.0
-        save = self._save_cost()
+        save = self._save_cost(experts, experts)
         return (max(0.0, save.snapshot_s - cost.overlap_s) + max(0.0, save.protect_s - every * cost.step_s)) / every
 
-    def _save_cost(self) -> SaveCost:
+    def _save_cost(self, k_snapshot: int, k_persist: int) -> SaveCost:
         world = self.world or self._next
         assert world is not None
         ranks = self.model.ranks(len(world.nodes))
-        scenario, saved = self.scenario, self.saved
-        return save_cost(scenario.workload, scenario.hardware, self.policy, ranks, saved.k_snapshot, saved.k_persist)
+        return save_cost(self.scenario.workload, self.scenario.hardware, self.policy, ranks, k_snapshot, k_persist)
 
     def _save(self) -> None:
         """A checkpoint of the state after this step."""
         assert self.world is not None
-        save, step = self._save_cost(), self.accounts.step
+        save, step = self._save_cost(*self.saved.next_k()), self.accounts.step
         mark, self._opened = self._opened or self.accounts.mark(), None
         if step < mark.step + len(save.copies_s) - 1:  # a window begins, and counts with its last snapshot
             self._opened, self._due["save"] = mark, mark.step + len(save.copies_s) - 1
@@ -370,7 +369,7 @@ class _Run:
         self.accounts.abort_step()
         self._record()
         if not self.policy.live_recovery and self.policy.saving != "none":  # saved on purpose before the restart
-            save = self._save_cost()
+            save = self._save_cost(*self.saved.next_k())
             self._begin_save(save, save.snapshot_s + save.persist_s, self.accounts.mark())
         self._form(sorted(self.live), "join", 0)
 
@@ -423,7 +422,8 @@ class _Run:
         if self.policy.memory_interval_steps and self.policy.memory_interval_steps > 1:
             self._due["memory"] = step + self.policy.memory_interval_steps
         if self.policy.saving != "none":
-            interval = self._effective_interval(self._save_cost(), self._step.duration_ns)
+            save = self._save_cost(self.saved.k_snapshot, self.saved.k_persist)
+            interval = self._effective_interval(save, self._step.duration_ns)
             self._due["save"] = max(self.saved.storage.step + interval, step + 1)
 
     def report(self) -> Report:
@@ -431,11 +431,12 @@ class _Run:
         self.saved.commit_written(self.now_ns)
         self.accounts.close()
         scenario, accounts, saved, (first, ranks) = self.scenario, self.accounts, self.saved, self._first
-        hardware = scenario.hardware
-        save = save_cost(scenario.workload, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
+        work, hardware, experts = scenario.workload, scenario.hardware, scenario.workload.num_experts
+        save = save_cost(work, hardware, scenario.policy, ranks, saved.k_snapshot, saved.k_persist)
+        whole = save_cost(work, hardware, scenario.policy, ranks, experts, experts)
         rank_bytes = self.model.memory().state
         takes_snapshots = scenario.policy.saving != "none" or scenario.policy.memory_interval_steps is not None
-        host_bytes = _BUFFERS * save.snapshot_bytes * hardware.ranks_per_node if takes_snapshots else 0.0
+        host_bytes = _BUFFERS * whole.snapshot_bytes * hardware.ranks_per_node if takes_snapshots else 0.0
         window = None
         if len(save.copies_s) > 1:
             window = WindowCost(

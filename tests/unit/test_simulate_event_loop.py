@@ -371,6 +371,22 @@ def test_a_window_costs_what_its_snapshots_hold() -> None:
         assert window.snapshot_s == max(window.copies_s) <= whole.snapshot_s
 
 
+def test_the_first_checkpoint_of_a_session_costs_all_experts() -> None:
+    work, hardware, kept = small_workload(), small_hardware(), policy("ours", k_snapshot=1, k_persist=1)
+    whole, some = (save_cost(work, hardware, kept, NODES, k, k) for k in (work.num_experts, 1))
+    report = simulate(scenario(k_snapshot=1, k_persist=1, plt_threshold=None, interval_steps=200))
+    assert report.checkpoints > 2
+    assert report.written_bytes == pytest.approx(whole.persist_bytes + (report.checkpoints - 1) * some.persist_bytes)
+    assert report.host_bytes == simulate(scenario(interval_steps=200)).host_bytes
+
+
+def test_a_snapshot_that_is_only_protected_costs_all_experts() -> None:
+    kept = {"saving": "async", "interval_steps": 1000, "memory_interval_steps": 1, "protection": "arc"}
+    slow = small_hardware(host_copy_bytes_per_s=small_hardware().host_copy_bytes_per_s / 100)
+    some = simulate(scenario(**kept, hardware=slow, k_snapshot=1, k_persist=1, plt_threshold=None))
+    assert some.steps == pytest.approx(simulate(scenario(**kept, hardware=slow)).steps, rel=0.01)
+
+
 def test_windows_stall_less_and_lose_no_token() -> None:
     slow = replace(small_hardware(), host_copy_bytes_per_s=small_hardware().host_copy_bytes_per_s / 10)
     common = policy("ours", interval_steps=20)
