@@ -246,6 +246,8 @@ def _with_all_experts(
         return policy, report
     changed = replace(policy, k_snapshot=experts, k_persist=experts)
     whole = simulate(replace(scenario, policy=changed))
+    if "interval_steps" not in fixed:
+        changed = replace(changed, interval_steps=whole.interval_steps)  # storage follows with all experts
     costs_little = whole.samples * (1 - whole.plt) >= (1 - _WORTH) * report.samples * (1 - report.plt)
     return (changed, whole) if costs_little else (policy, report)
 
@@ -283,15 +285,19 @@ def _slots(scenario: Scenario) -> int:
 
 
 def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Policy:
-    """K_snapshot, K_persist and the interval by MoC-System's adaptive configuration."""
+    """K_snapshot, K_persist and the interval by MoC-System's adaptive configuration; the interval is that of the K that
+    are fixed.
+    """
     policy, work = scenario.policy, scenario.workload
+    fixed_k = {name: getattr(policy, name) or work.num_experts for name in ("k_snapshot", "k_persist") if name in fixed}
+    least = fixed_k.get("k_persist", 1)  # what is written is copied
     nodes = ranks // scenario.hardware.ranks_per_node
     cost = StepModel(work, scenario.hardware, policy, scenario.routing, nodes, scenario.mesh).cost(nodes, 0, 0)
     plans = {k: replace(policy, k_snapshot=k) if policy.lossless else policy for k in range(1, work.num_experts + 1)}
     costs = {k: save_cost(work, scenario.hardware, plan, ranks, k, k) for k, plan in plans.items()}
     found = adapt(
-        snapshot_s=lambda k: costs[k].snapshot_s,
-        persist_s=lambda k: costs[k].persist_s,
+        snapshot_s=lambda k: costs[max(k, least)].snapshot_s,
+        persist_s=lambda k: costs[fixed_k.get("k_persist", k)].persist_s,
         step_s=cost.step_s,
         overlap_s=cost.overlap_s,
         num_layers=work.num_layers,
@@ -299,9 +305,10 @@ def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Po
         ep_size=min(ranks, work.num_experts),
         failure_rate_per_s=scenario.faults_per_s,
         restart_s=policy.restart_s,
+        k_snapshot=fixed_k.get("k_snapshot"),
     )
     values: dict[str, Any] = {
-        "k_snapshot": found.k_snapshot,
+        "k_snapshot": max(found.k_snapshot, least),
         "k_persist": None if policy.lossless else found.k_persist,
         "interval_steps": found.interval_steps,
     }

@@ -19,7 +19,7 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import NS, Event, Failures
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import POLICIES, Policy, policy
-from moe_lightning.simulate.recommend import mixture_of, recommend
+from moe_lightning.simulate.recommend import _checkpoints, mixture_of, recommend
 from moe_lightning.simulate.scenario import Report
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import RoutingScenario, make_routing
@@ -385,6 +385,20 @@ def test_a_snapshot_that_is_only_protected_costs_all_experts() -> None:
     slow = small_hardware(host_copy_bytes_per_s=small_hardware().host_copy_bytes_per_s / 100)
     some = simulate(scenario(**kept, hardware=slow, k_snapshot=1, k_persist=1, plt_threshold=None))
     assert some.steps == pytest.approx(simulate(scenario(**kept, hardware=slow)).steps, rel=0.01)
+
+
+def test_a_recommended_interval_is_that_of_the_given_k() -> None:
+    slow = small_hardware(storage_bytes_per_s=2e7)
+    for fixed in ({"k_persist": 8}, {"k_snapshot": 8, "k_persist": 8}, {"k_snapshot": 2, "k_persist": 2}):
+        given = scenario("ours", failures=ALL_FAIL, hardware=slow, **fixed)
+        found = _checkpoints(given, NODES, fixed)
+        k = fixed["k_persist"]
+        assert (found.k_persist, found.k_snapshot) == (k, fixed.get("k_snapshot", k))
+        model = StepModel(given.workload, slow, given.policy, given.routing, NODES)
+        written_s = save_cost(given.workload, slow, given.policy, NODES, k, k).persist_s
+        shortest = written_s / model.cost(NODES, 0, 0).step_s
+        assert shortest <= found.interval_steps
+        assert found.interval_steps < 1.5 * shortest
 
 
 def test_windows_stall_less_and_lose_no_token() -> None:
