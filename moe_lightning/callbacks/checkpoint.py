@@ -162,8 +162,8 @@ class StateGrowth:
 
     Optimizers of torch and of this library make the states of a parameter in its first update. So ranks ask each other
     only while a trained parameter lacks states, and once after a change that all ranks see alike: of parameter groups,
-    of the parameters that are trained, of the experts' ranks. Another optimizer may make states in any update: ranks
-    ask at every checkpoint.
+    of the parameters that are trained, of the experts' ranks. Another optimizer may make states in any update, and
+    ranks of a pipeline do not see the parameters of other stages: there they ask at every checkpoint.
 
     Attributes:
         has_replaced: True if the optimizers are others than those of the session; set by the callback, alike on all
