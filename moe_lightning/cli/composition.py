@@ -28,7 +28,7 @@ from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from moe_lightning.cli.targets import ALLOW_VARIABLE, is_allowed, located
+from moe_lightning.cli.targets import ALLOW_VARIABLE, is_allowed, located, without_storage
 from moe_lightning.compat.private_hydra import Compose, full_key
 from moe_lightning.config import (
     TARGET,
@@ -279,6 +279,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: one sentence about the first thing that is wrong.
     """
+    _check_urls(config)
     for name in (*_GROUPS, *COLLECTIONS):
         check_arguments(config[name], name)
     trainer = config["trainer"]
@@ -289,6 +290,20 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
     check_group(config, "callbacks")
     check_group(config, "logger")
+
+
+def _check_urls(node: Any, key: str = "") -> None:
+    if isinstance(node, Mapping):
+        for name, child in node.items():
+            _check_urls(child, _child(key, name))
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            _check_urls(child, f"{key}[{index}]")
+    elif isinstance(node, str) and (protocol := without_storage(node)) is not None:
+        raise ConfigurationError(
+            f"{typed(key)}={shown(node)} is read with {protocol}, which is no storage and may run code of what it "
+            "reads: give a path, or the URL of a store such as s3://BUCKET/NAME"
+        )
 
 
 def check_group(config: Mapping[str, Any], group: str) -> None:

@@ -1,8 +1,9 @@
-"""Classes and functions that a configuration may name as `_target_`.
+"""Classes and functions that a configuration may name as `_target_`, and URLs that it may give as paths.
 
 A recipe and the `config.yaml` of a run choose among the public classes of this library, of Lightning and of torch that
 a training is made of, so they cannot run code of their own. Everything else is named by the user: on the command
-line, or in `MOE_LIGHTNING_ALLOW`.
+line, or in `MOE_LIGHTNING_ALLOW`. Lightning opens paths with fsspec, some of whose protocols render templates of the
+file that they read, or send code to other processes: no configuration needs them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,23 @@ _OWNERS = (
 """Packages whose public classes every configuration may name. The libraries as a whole would not do: they have
 functions that load and run files, and classes that start processes or, as Lightning's strategies, unpickle.
 """
+
+
+_NO_STORAGE = frozenset(
+    (
+        *("async_wrapper", "asyncwrapper", "blockcache", "cached", "dir", "filecache", "generic", "simplecache"),
+        *("dask", "dvc", "gist", "git", "github", "jlab", "jupyter", "libarchive", "pyscript", "reference", "tar"),
+        "zip",
+    )
+)
+"""Protocols of fsspec that hold no files of their own: they read other URLs, archives or repositories, or run code."""
+
+
+def without_storage(text: str) -> str | None:
+    """Return the first of these protocols in a URL or a chain of URLs; None where there is none."""
+    links = [link.partition("://") for link in text.split("::")]
+    named = (name.lower() for name, mark, _ in links if mark or len(links) > 1)
+    return next((name for name in named if name in _NO_STORAGE), None)
 
 
 def located(target: Any, key: str) -> Callable[..., Any]:

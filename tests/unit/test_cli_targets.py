@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from torch import nn
 
 from moe_lightning.cli.composition import build_object
-from moe_lightning.cli.targets import ALLOW_VARIABLE, located, typed_targets_allowed
+from moe_lightning.cli.targets import ALLOW_VARIABLE, located, typed_targets_allowed, without_storage
 from moe_lightning.cli.train import main
 from moe_lightning.errors import ConfigurationError
 from tests.commands import WORDS, write_words
@@ -72,6 +74,39 @@ def test_what_executes_is_refused(target: str) -> None:
         located(target, "module")
     with pytest.raises(ConfigurationError, match="is not a class that a configuration file may name"):
         build_object({"_target_": target}, "module")
+
+
+@pytest.mark.parametrize(
+    ("text", "protocol"),
+    [
+        ("reference://::file:///tmp/templates.json", "reference"),
+        ("reference::/tmp/templates.json", "reference"),
+        ("Reference://x", "reference"),
+        ("memory://x::simplecache::s3://bucket/x", "simplecache"),
+        ("zip://model.ckpt::s3://bucket/x.zip", "zip"),
+        ("dask://x", "dask"),
+        *(
+            (text, None)
+            for text in ("s3://bucket/x", "gs://b", "file:///x", "sqlite:///x.db", "[::1]:29510", "zip", "a::b")
+        ),
+    ],
+)
+def test_protocols_that_are_no_storage(text: str, protocol: str | None) -> None:
+    assert without_storage(text) == protocol
+    assert not protocol or protocol in fsspec.available_protocols(), "a name that fsspec knows"
+
+
+@pytest.mark.parametrize("key", ["run_dir", "model.pretrained", "callbacks.checkpoint.dirpath"])
+def test_a_recipe_gives_no_path_that_may_run_code(
+    key: str, recipe: Callable[..., list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    *groups, last = key.split(".")
+    inner = {last: "reference::/tmp/evil.json"}
+    for name in reversed(groups):
+        inner = {name: inner}  # type: ignore[dict-item]
+    assert f"{key}='reference::/tmp/evil.json' is read with reference, which is no storage" in _error(
+        recipe(json.dumps(inner)), capfd
+    )
 
 
 def test_parts_of_a_training_need_no_permission() -> None:
