@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 30
 """Limit of what is read as a whole: manifests, configurations, tables, traces."""
 
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP)
+"""Errors of a file system that never has locks, such as Lustre that is mounted without `-o flock`."""
+
 _MOST_EXTENTS = 1000
 _KINDS = {
     stat.S_IFIFO: "a named pipe",

@@ -46,7 +46,7 @@ from moe_lightning.data.tokenizer import (
     tokenizer_from,
 )
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import read_text, replace_text
+from moe_lightning.files import NO_LOCKS, read_text, replace_text
 from moe_lightning.hub import tokenizer_identity
 
 HEADER, TOKENS, DOCUMENTS = "tokens.json", "tokens.bin", "documents.npy"
@@ -207,8 +207,8 @@ def write_token_folder(
         advance: called with bytes of the source and tokens as they are done, those of finished portions at once.
 
     Raises:
-        ConfigurationError: something else is in the folder, another process writes it, the text is none, or a worker
-            was killed.
+        ConfigurationError: something else is in the folder, another process writes it, its lock service failed, the
+            text is none, or a worker was killed.
     """
     encoder = tokenizer_from(recipe.tokenizer)
     if recipe.end_of_document is not None and recipe.end_of_document >= encoder.vocab_size:
@@ -246,13 +246,20 @@ def _of_plan(file: SourceFile) -> tuple[str | int, ...]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; nothing is held on a file system without locks."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigurationError(f"another process writes {folder}; wait for it, or give another folder.") from None
-    else:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(f"another process writes {folder}; wait for it, or give another folder.") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise ConfigurationError(
+                    f"{folder} cannot be locked ({error.strerror}); start the service of locks of its file system, or "
+                    "give another folder."
+                ) from error
         yield
     finally:
         os.close(descriptor)

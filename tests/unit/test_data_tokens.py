@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -29,6 +30,7 @@ from moe_lightning.data.text import TextData
 from moe_lightning.data.token_folder import Recipe, TokenFolder, open_token_folder, write_token_folder
 from moe_lightning.errors import ConfigurationError
 from tests.forks import wait_until
+from tests.no_locks import refuse_locks
 from tests.programs import users_environment
 
 pa = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
@@ -503,6 +505,16 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, texts: Path) -
         made(tmp_path / "other", texts, Recipe(tokenizer=None, text_field="text", end_of_document=256))
     with token_folder._locked(tmp_path / "out"), pytest.raises(ConfigurationError, match="another process writes"):
         made(tmp_path / "out", texts)
+
+
+def test_a_folder_on_a_file_system_without_locks(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_locks(monkeypatch, tmp_path / "out", errno.ENOSYS)
+    made(tmp_path / "out", texts).check()
+    refuse_locks(monkeypatch, tmp_path / "other", errno.ENOLCK)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be locked \(No locks available\); start the service of locks"
+    ):
+        made(tmp_path / "other", texts)
 
 
 # ---------------------------------------------------------------------- the command

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import Block
+from tests.no_locks import refuse_locks
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, expert_keys, node, whole_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -287,19 +286,6 @@ def test_snapshots_need_a_file_system_with_locks(tmp_path: Path, monkeypatch: py
     refuse_locks(monkeypatch, tmp_path, errno.ENOSYS)
     with pytest.raises(ConfigurationError, match=r"cannot be locked \(Function not implemented\): enlarge /dev/"):
         arena_directory("run", needed_bytes=1, fallback=tmp_path, memory=tmp_path / "none")
-
-
-def refuse_locks(monkeypatch: pytest.MonkeyPatch, folder: Path, number: int) -> None:
-    """Let flock fail for files in a folder."""
-    flock = fcntl.flock
-
-    def refuse(file: Any, kind: int) -> None:
-        fd = file if isinstance(file, int) else file.fileno()
-        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(folder):
-            raise OSError(number, os.strerror(number))
-        flock(file, kind)
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 def test_a_prune_that_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:

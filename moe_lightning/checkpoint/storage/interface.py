@@ -8,7 +8,6 @@ files are hard links, or an object store, where a commit is a conditional put an
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
@@ -23,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.errors import CheckpointError
+from moe_lightning.files import NO_LOCKS
 
 Place = PurePath
 """A `pathlib.Path`, or a `URL`."""
@@ -196,9 +196,6 @@ def exists(storage: Storage, path: Place) -> bool:
         return False
     return True
 
-
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP)
-"""Errors of a file system that never has locks, such as Lustre that is mounted without `-o flock`."""
 
 _LOCK_S = 60.0
 

@@ -24,7 +24,6 @@ import torch
 from moe_lightning.checkpoint.manifest import PRUNED, delete_staging
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.interface import (
-    NO_LOCKS,
     Place,
     Stat,
     directory_lock,
@@ -33,7 +32,7 @@ from moe_lightning.checkpoint.storage.interface import (
     write_durably,
 )
 from moe_lightning.errors import CheckpointError
-from moe_lightning.files import check_regular, open_regular, read_bytes
+from moe_lightning.files import NO_LOCKS, check_regular, open_regular, read_bytes
 
 _STAGING = re.compile(r"\.staging-(?:w(\d+)-)?(.+)-(\d{8,})")
 _SWEPT = ".swept-"
