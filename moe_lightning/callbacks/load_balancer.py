@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_warn
@@ -25,6 +26,7 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import AllocationPolicy, Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
+from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.callbacks.calibration import CostMeter
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
@@ -97,6 +99,25 @@ def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
             f"min_replicas={promised} relies on: leave it out (null), or use at least {promised}"
         )
     return promised if wanted is None else wanted
+
+
+def warn_of_rule(policy: BalancePolicy, cluster: Cluster, num_experts: int) -> None:
+    """Warn of a rule that leaves experts on fewer nodes than "packed" does: such placements are rarely used."""
+    if not policy.rebalance_every or policy.placement_rule == "auto":
+        return
+    load = np.ones(num_experts, dtype=np.int64)
+    load[0] = num_experts  # one expert is hot
+    rules = [
+        PlacementPolicy(rule=rule, allocation=policy.allocation, min_replicas=policy.min_replicas)
+        for rule in (policy.placement_rule, "packed")
+    ]
+    missing, least = (cluster.missing_nodes(rule.place(load, cluster).pairs, policy.min_replicas) for rule in rules)
+    if missing > least:
+        rank_zero_warn(
+            f"placement_rule={policy.placement_rule} leaves experts on fewer nodes than min_replicas="
+            f"{policy.min_replicas}, and a placement is not used that has an expert on fewer than now: use packed or "
+            "auto, or a smaller min_replicas"
+        )
 
 
 def plan_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
@@ -335,6 +356,7 @@ class LoadBalancer(ExpertParallelCallback):
             strategy.require_shadows_possible()
         cluster = balanced_ranks(strategy)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
+        warn_of_rule(policy, cluster, layers[0].num_experts)
         self._numbers, self._num_layers = stages.numbers, len(stages.layers)
         numbered = dict(zip(self._numbers, layers, strict=True))
         world, dtype, is_pipeline = strategy.world.stage, strategy.shadow_dtype, stages.num_stages > 1
