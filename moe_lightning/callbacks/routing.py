@@ -50,6 +50,8 @@ class RoutingRecorder(Callback):
     drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. In a
     pipeline it has the layers of all stages, and the ranks of one.
 
+    Every rank keeps the samples in host memory, since any may be rank 0 after a fault: 4 bytes for each of the counts.
+
     A resumed run continues the file: samples after the step that it resumes from are dropped. After a recovery on
     another number of ranks the file begins anew.
 
@@ -65,7 +67,7 @@ class RoutingRecorder(Callback):
     def __init__(self, path: str, every_n_steps: PositiveInt = 10) -> None:
         self._path = Path(path)
         self._every = every_n_steps
-        self._samples: list[NDArray[np.int64]] = []
+        self._samples: list[NDArray[np.integer[Any]]] = []
         self._iterations: list[int] = []
         self._running: NDArray[np.int64] | None = None
         self._is_recording = False
@@ -111,18 +113,16 @@ class RoutingRecorder(Callback):
         accumulating = private_lightning.is_accumulating(trainer)
         iteration = trainer.global_step + 1 if accumulating else trainer.global_step
         stages = stages_of(trainer)
-        if (iteration - 1) % self._every or not (trainer.is_global_zero or stages.num_stages > 1):
+        if (iteration - 1) % self._every:
             return
         layers = moe_layers(pl_module)
         if any(layer.statistics is None for layer in layers):  # left to run by a fault, which has dropped them
             self._running = None
             return
         counts = _counts(layers, stages)
-        if not trainer.is_global_zero:
-            return
         self._running = counts if self._running is None else self._running + counts
         if not accumulating:
-            self._samples.append(self._running)
+            self._samples.append(self._running.astype(np.uint32))
             self._iterations.append(iteration)
             self._running = None
 

@@ -47,6 +47,27 @@ def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
     assert recorder._samples == []
 
 
+def test_a_recorder_keeps_the_samples_of_a_rank_that_becomes_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)
+    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
+    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
+    recorder, path = RoutingRecorder(str(tmp_path / "r.npz"), every_n_steps=1), tmp_path / "r.npz"
+    module: Any = None
+    trainer = trainer_of(0, 2)
+    trainer.is_global_zero, trainer.strategy.state.stages.num_stages = False, 1
+    recorder.on_train_start(trainer, module)
+    for step in (1, 2, 3):
+        trainer.global_step = step
+        recorder.on_train_batch_end(trainer, module)
+    trainer.is_global_zero = True  # the first rank was lost
+    recorder.on_train_start(trainer, module)
+    recorder.on_train_end(trainer, module)
+    with np.load(path) as archive:
+        assert archive["iteration"].tolist() == [1, 2, 3]
+
+
 def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
