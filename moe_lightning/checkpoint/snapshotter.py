@@ -556,8 +556,8 @@ class Snapshotter:
                 self._begun = None
                 self.arena.transition(lambda s: s.abort_snapshot())
                 raise ConfigurationError(
-                    f"{piece.key} ({piece.nbytes} bytes) has no room in the arena, which was sized for "
-                    "another set of keys: give the snapshotter every key that the rank may ever save"
+                    f"{piece.key} ({piece.nbytes} bytes) has no room in the arena, which was sized for the state at "
+                    "the start: give buffers a fixed shape, and keep what grows in the state_dict of a callback"
                 )
             placed.append(replace(piece, location=Location(data_offset=free[size].pop(0))))
         return placed
