@@ -8,7 +8,7 @@ further slots of larger nodes are filled like any other vacancy.
 A placement survives failures when every expert keeps a replica on a live node, that is when no expert's *support* (the
 set of nodes that hold it) lies inside the failed set. Sets of nodes are bit masks.
 
-Shapes: E experts, N nodes.
+Shapes: E experts, N nodes (M in `rules`, where N are ranks).
 """
 
 from __future__ import annotations
