@@ -15,13 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from omegaconf import OmegaConf
 
 from moe_lightning import files
+from moe_lightning.cli.composition import CONFIG_DIR
 from moe_lightning.elastic import rendezvous_host
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import (
@@ -51,6 +53,11 @@ def test_a_task_survives_the_environment() -> None:
     )  # fmt: skip
     assert ElasticTask.from_environment(task.to_environment()) == task
     assert ElasticTask.from_environment({}) is None
+
+
+def test_the_command_has_every_setting_with_its_default() -> None:
+    stored = OmegaConf.load(CONFIG_DIR / "train.yaml").elastic.settings
+    assert OmegaConf.to_container(stored) == asdict(ElasticSettings())
 
 
 def test_a_second_membership_of_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
