@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import moe_layers
-from moe_lightning.parallel.mesh import ScheduleName
+from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.table import require_row_each
 from moe_lightning.state.tensors import cut_of, frozen_base, is_cut, local, swap_parameters
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
@@ -414,9 +414,9 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int)
         raise ConfigurationError(
             f"micro_batches={micros} cannot fill the {ranks} stages of mesh.pp: use at least {ranks}"
         )
-    if schedule == "interleaved" and micros % ranks:
+    if STAGES_PER_RANK[schedule] > 1 and micros % ranks:
         raise ConfigurationError(
-            f"schedule=interleaved needs a multiple of mesh.pp={ranks} micro-batches, not micro_batches={micros}: use "
+            f"schedule={schedule} needs a multiple of mesh.pp={ranks} micro-batches, not micro_batches={micros}: use "
             f"{micros // ranks * ranks} or {(micros // ranks + 1) * ranks}"
         )
     return micros

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import chain, combinations, product
+from typing import Any
 
 import pytest
 import torch
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.mesh import MeshShape, chosen_axes, stage_ranks
+from moe_lightning.parallel.mesh import STAGES_PER_RANK, MeshShape, chosen_axes, stage_ranks
+from moe_lightning.strategies.checks import chosen_micro_batches
 
 AXES = MeshShape().axes
 SHAPES = [MeshShape(pp=pp, dp=dp, cp=cp, tp=tp) for pp, dp, cp, tp in product((1, 2, 3), (1, 2), (1, 2), (1, 3))]
@@ -32,6 +34,14 @@ def test_groups_hold_every_rank_once(axes: tuple[str, ...]) -> None:
         groups = shape.groups(axes)
         assert sorted(chain.from_iterable(groups)) == list(range(shape.num_ranks))
         assert all(shape.peers(rank, axes) == group for group in groups for rank in group)
+
+
+def test_every_schedule_of_several_stages_needs_whole_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    four: Any = "four"
+    monkeypatch.setitem(STAGES_PER_RANK, four, 4)
+    assert chosen_micro_batches(6, four, 2) == 6
+    with pytest.raises(ConfigurationError, match=r"schedule=four needs a multiple of mesh.pp=2 .*: use 4 or 6"):
+        chosen_micro_batches(5, four, 2)
 
 
 def test_a_stage_is_a_run_of_ranks() -> None:
