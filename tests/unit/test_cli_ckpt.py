@@ -15,7 +15,7 @@ from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import resolve, scope_bytes, verify_all
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.cli import ckpt
+from moe_lightning.cli import checkpoint_commands, ckpt
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory
 from tests.unit.checkpoint_state import node, whole_state
@@ -35,7 +35,7 @@ def test_the_docstring_lists_every_command() -> None:
     listed = re.findall(r"^    moe-ckpt ([\w-]+) ", str(ckpt.__doc__), re.MULTILINE)
     (commands,) = (action for action in ckpt._parser()._actions if isinstance(action.choices, dict))
     assert commands.choices is not None
-    assert listed == [*commands.choices]
+    assert listed == [*commands.choices] == [*checkpoint_commands._COMMANDS]
 
 
 def test_inspect_shows_versions_and_sizes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
