@@ -341,7 +341,7 @@ def metrics() -> Iterator[str]:
                 yield re.sub(METRIC, r"`\g<0>`", paragraph)
 
 
-METRIC = r"(?<![\w`/])(train|val|device|moe|comm|balance|checkpoint|recovery|parameters)/[\w/{}]*\w}?(?!`)"
+METRIC = r"(?<![\w`/])(train|val|device|moe|comm|ranks|balance|checkpoint|recovery|parameters)/[\w/{}]*\w}?(?!`)"
 """Name of a metric in a docstring, with its area before the slash."""
 
 

@@ -78,6 +78,13 @@ def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: py
         moe_lightning.train("quickstart", trainer={"max_stepz": 3})
 
 
+def test_the_page_of_metrics_marks_every_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = "\n".join(importlib.import_module("generated").metrics())
+    assert "`train/step_ms`" in page
+    assert "`ranks/slowest`" in page
+
+
 def test_keywords_have_the_types_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     generated = importlib.import_module("generated")
