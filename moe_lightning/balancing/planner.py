@@ -201,7 +201,7 @@ class BalancePolicy:
         allocation: replica counts for the rules that need them: "waterfill" or "eq1".
         min_replicas: distinct nodes that hold each expert, where slots allow.
         tolerance: relief of the busiest rank that is not worth moving experts.
-        shadows: policy of `balancing.rules`: "search", "fastermoe", "top2", "top3" or "none".
+        shadows: a name in `rules.SHADOW_POLICIES`; "none" plans none.
         alpha: the search stops when loads differ by less than alpha times their mean.
         replan_threshold: a kept shadow plan is replaced when it is slower than a fresh one by more than this.
         lag: a step's plans come from the counts of so many steps before it; more than 1 gives large clusters longer
