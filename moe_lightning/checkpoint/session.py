@@ -71,6 +71,7 @@ class Opening:
     """Agreement of the ranks at the opening of a session.
 
     Attributes:
+        root: directory of the checkpoints.
         run: of the directory.
         session: name of this session; later ones sort behind it.
         arenas: folder of this node's arenas.
@@ -78,6 +79,7 @@ class Opening:
         agent: of this node, on the rank that keeps it; None on others.
     """
 
+    root: Place
     run: str
     session: str
     arenas: Path
@@ -90,7 +92,6 @@ class CheckpointSession:
 
     Args:
         world: the ranks.
-        root: directory of the checkpoints.
         contents: chooses what each snapshot holds.
         opening: what the ranks agreed on.
         snapshotter: copies.
@@ -106,7 +107,6 @@ class CheckpointSession:
     def __init__(
         self,
         world: World,
-        root: Place,
         contents: SnapshotContents,
         opening: Opening,
         snapshotter: Snapshotter,
@@ -114,7 +114,7 @@ class CheckpointSession:
         windows: CopyWindows | None,
         is_broken: Callable[[], bool],
     ) -> None:
-        self._world, self._root, self.contents, self._opening, self.windows = world, root, contents, opening, windows
+        self._world, self.contents, self._opening, self.windows = world, contents, opening, windows
         self._snapshotter, self._protector, self._is_broken = snapshotter, protector, is_broken
         self._unprotected: int | None = None
         self.adapted: AdaptiveConfiguration | None = None
@@ -169,7 +169,7 @@ class CheckpointSession:
         protector = Protector(snapshotter.arena, layout, world) if layout is not None else None
         if protector is not None:
             snapshotter.on_published = protector.prepare
-        return cls(world, place.root, contents, opening, snapshotter, protector, windows, is_broken)
+        return cls(world, contents, opening, snapshotter, protector, windows, is_broken)
 
     # ------------------------------------------------------------------ saving
 
@@ -271,7 +271,7 @@ class CheckpointSession:
         """Last report of this node's agent; what it has committed where the report was deleted."""
         if self._opening.arenas.is_dir():
             return read_status(self._opening.arenas)
-        if (found := newest_of(self._root, self._opening.session)) is None:
+        if (found := newest_of(self._opening.root, self._opening.session)) is None:
             return AgentStatus()
         path, newest = found
         return AgentStatus(committed_step=newest.step, committed_session=newest.session, committed_path=str(path))
@@ -307,7 +307,7 @@ class CheckpointSession:
 
     def mark_damaged(self, step: int) -> None:
         """Record that what this session has saved since a step may hold damaged memory."""
-        mark_damaged(self._root, self._opening.session, step)
+        mark_damaged(self._opening.root, self._opening.session, step)
 
     def close(self, *, timeout_s: float, wait: bool = True) -> AgentStatus:
         """Publish what is being copied; with `wait`, let the agent commit it and leave.
@@ -330,7 +330,7 @@ class CheckpointSession:
         began = time.monotonic()
         deadline = began + timeout_s
         while newest is not None and not self._has_committed(newest):
-            check_world(self._root, self._opening.world_number)
+            check_world(self._opening.root, self._opening.world_number)
             if self._is_broken():
                 raise WorldCutError(f"a rank was lost while the checkpoint of step {newest} was written")
             status = self.status()
@@ -345,7 +345,7 @@ class CheckpointSession:
                 raise CheckpointError(
                     f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
                 )
-            time.sleep(pause_s(self._root))
+            time.sleep(pause_s(self._opening.root))
         status = self.status()
         all_gather_json(0, self._world)  # every rank of the node has read the status
         if agent is not None:
@@ -382,7 +382,7 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
     answers = all_gather_json([room, began], world)
     number, session = answers[0][1]
     arenas = Path(answers[node_peers[0]][0])
-    return Opening(run=run, session=session, arenas=arenas, world_number=int(number), agent=agent)
+    return Opening(root=place.root, run=run, session=session, arenas=arenas, world_number=int(number), agent=agent)
 
 
 def _node_name(place: SavingPlace, world: World) -> str:

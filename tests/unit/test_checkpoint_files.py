@@ -392,8 +392,10 @@ def closing(path: Path, **changes: Any) -> Any:
     snapshotter = SimpleNamespace(give_up=lambda: None, newest_step=20, close=lambda: None)
     status = changes.pop("status", AgentStatus())
     return SimpleNamespace(
-        _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False, _root=path,
-        _opening=SimpleNamespace(agent=SimpleNamespace(runs=changes.pop("runs", True)), arenas=path, world_number=1),
+        _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False,
+        _opening=SimpleNamespace(
+            agent=SimpleNamespace(runs=changes.pop("runs", True)), root=path, arenas=path, world_number=1
+        ),
         status=lambda: status,
         _is_broken=lambda: False,
     )  # fmt: skip
@@ -425,14 +427,12 @@ def test_the_time_that_was_waited_is_told(
 def test_a_copy_that_failed_neither_keeps_the_arena_open_nor_hides_the_error_that_ends_the_run(tmp_path: Path) -> None:
     state = {"dense/w": torch.ones(4)}
     snapshotter = Snapshotter(tmp_path / "0.arena", run="r", session="1", rank=0, world_size=1, state=state)
-    opening = Opening(run="r", session="1", arenas=tmp_path, world_number=1, agent=None)
+    opening = Opening(root=tmp_path, run="r", session="1", arenas=tmp_path, world_number=1, agent=None)
     closed: list[str] = []
     protector: Any = SimpleNamespace(close=lambda: closed.append("protector"))
     contents: Any = None
     saver = PartialExpertsCheckpoint(str(tmp_path / "checkpoints"))
-    saver.session = CheckpointSession(
-        World.single(), tmp_path, contents, opening, snapshotter, protector, None, lambda: False
-    )
+    saver.session = CheckpointSession(World.single(), contents, opening, snapshotter, protector, None, lambda: False)
 
     def refuse(*_: Any) -> None:
         raise OSError("no space left")
