@@ -293,8 +293,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self.enter_root(strategy)
 
     def enter_root(self, strategy: ExpertParallelStrategy) -> None:
-        """This world may resume from what is in the directory: older ones commit nothing there from now on. Rank 0
-        says so for all; who waits to join a running world does not."""
+        """Mark the directory on rank 0, so that older worlds commit nothing there: this one may resume from it. A
+        process that waits to join a running world marks nothing.
+        """
         if not strategy.elastic.is_newcomer and strategy.is_global_zero and run_of(self._root) is not None:
             self._mark.leave(strategy.world.generation)
 

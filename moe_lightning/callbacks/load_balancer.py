@@ -243,13 +243,12 @@ class SinceLog:
 class LoadBalancer(ExpertParallelCallback):
     """Spreads the work of skewed experts over the ranks without changing what the model learns.
 
-    Every step each layer's counts are known on all ranks. From them all ranks make the same plans, without talking,
-    in threads beside the training (`BalancePlanner` says how a step finds its plan):
-    which experts get how many replicas where (every few steps at first, then every `rebalance_every`; experts and their
-    optimizer states move between steps), and which experts visit which ranks for one step only (weights come, gradients
-    go home). Ranks measure their speeds, and quotas, placements and slices of the batch follow (`SpeedFollower`). Give
-    the strategy `slots` above what its placement needs, or there is no room for replicas. In a pipeline the ranks of
-    each stage plan for its layers, and all stages move at the same steps.
+    Every step each layer's counts are known on all ranks. From them all ranks make the same plans in background
+    threads, without communication (`BalancePlanner`): replicas of experts and their ranks (every few steps at first,
+    then every `rebalance_every`; experts and their optimizer states move between steps), and shadow experts for one
+    step. Ranks measure their speeds, and quotas, placements and slices of the batch follow (`SpeedFollower`). Give the
+    strategy `slots` above what its placement needs, or there is no room for replicas. In a pipeline the ranks of each
+    stage plan for its layers, and all stages move experts at the same steps.
 
     Logs, with the Trainer's logging steps: balance/layerNN/imbalance_before_ratio (busiest rank over mean under plain
     expert parallelism) and imbalance_after_ratio, rb_ratio (quotient of the standard deviations before and after),

@@ -177,7 +177,7 @@ class SpeedFollower:
             self._clock.end_micro_batch(self._strategy.steps.stream.num_samples)
 
     def end_step(self) -> bool:
-        """Take the step's measurements in; whether the speeds that experts follow are others from now on."""
+        """Add the step's measurements, and return True if the speeds that experts follow have changed."""
         if self._clock is None:
             return False
         self._clock.end_step()

@@ -278,7 +278,7 @@ class CommittedStep:
         prepared: makes the update that all ranks are ready for; None: there is none, or it is committed.
         is_torn: values are part of the step and part of the next one, or of another rank's state.
         is_first: this process has committed no step yet.
-        ended: the last step whose batch has ended here.
+        ended: the last step whose `on_train_batch_end` has run here; in a recovery `progress` may be ahead of it.
         progress: of the fit loop, after a step or at the start; None before.
         batch: end of the step's batch.
     """

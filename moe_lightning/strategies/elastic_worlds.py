@@ -198,7 +198,8 @@ class ElasticWorlds:
     Attributes:
         members: of the world that this process joined last; None before the first.
         step: the last one that was committed, and the way back to it.
-        is_newcomer: this process holds nothing of the run yet.
+        is_newcomer: this process holds nothing of the run yet. Also set in a first world that follows a lost one: its
+            ranks restore the run instead of beginning it.
         change_is_due: the ranks agreed to form another world before the next step.
     """
 
