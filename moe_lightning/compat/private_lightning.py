@@ -316,6 +316,22 @@ def run_fit_as_usual(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
+def leave_evaluation_out(trainer: pl.Trainer) -> bool:
+    """Let the evaluation that the Trainer begins return nothing, until `evaluate_as_usual`; True if it begins one."""
+    if not (trainer.evaluating or trainer.predicting):
+        return False
+    evaluation = trainer.test_loop if trainer.testing else trainer.validate_loop
+    loop: Any = trainer.predict_loop if trainer.predicting else evaluation
+    loop.run = list
+    return True
+
+
+def evaluate_as_usual(trainer: pl.Trainer) -> None:
+    """Undo `leave_evaluation_out`."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        vars(loop).pop("run", None)
+
+
 def _follow_rank_zero(trainer: pl.Trainer, met: Callable[[], None]) -> None:
     words = [_requeue_is_due(trainer), trainer.received_sigterm]
     of_rank_zero = torch.tensor(words, dtype=torch.int32, device=trainer.strategy.root_device)

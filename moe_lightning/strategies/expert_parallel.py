@@ -5,6 +5,7 @@ Ranks of one machine rendezvous in a private folder that no other user can reach
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -106,6 +107,8 @@ if TYPE_CHECKING:
     from moe_lightning.strategies.slow_ranks import SlowRank
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @validated
@@ -529,7 +532,10 @@ class ExpertParallelStrategy(DDPStrategy):
             self._pipeline.synchronize(self.experts.stack_of)
         self.update.begin(self.precision_plugin)
         if self.elastic.is_newcomer:
-            trainer.num_sanity_val_steps = 0  # there are no peers to validate with yet
+            # There are no peers to evaluate with yet.
+            trainer.num_sanity_val_steps = 0
+            if private_lightning.leave_evaluation_out(trainer):
+                logger.warning("the others are in a fit already: this process leaves the evaluation before it out")
 
     def _require_same_names(self, names: list[str]) -> None:
         require_same_names(all_gather_json(names, self.world.stage))
@@ -650,6 +656,7 @@ class ExpertParallelStrategy(DDPStrategy):
             private_lightning.end_epochs_as_usual(trainer)
             private_lightning.handle_signals_as_usual(trainer)
             private_lightning.reduce_as_usual(trainer)
+            private_lightning.evaluate_as_usual(trainer)
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:  # also where placing the experts failed

@@ -14,14 +14,18 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from moe_lightning import ExpertParallelStrategy
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy, first_world
-from moe_lightning.strategies.worlds import Worlds
+from moe_lightning.strategies.worlds import FixedWorld, Worlds
+from tests.distributed.training import OwnModule, RandomTokens, quiet_trainer
 from tests.forks import wait_until
 
 
@@ -120,6 +124,33 @@ def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.Monk
 
     elastic.run(RecoveryPolicy(sources=MagicMock()), fit)
     assert (fits, found) == (["done"], [False] * faults)
+
+
+class Waiting(FixedWorld):
+    """Of a process that was started again while the others train."""
+
+    is_newcomer = True
+
+
+class Late(ExpertParallelStrategy):
+    def setup_distributed(self) -> None:
+        self.worlds.allow_changes()
+        self.elastic = Waiting()
+        self.set_present(World.offline(1, 2, self.root_device, self.worlds.layout([0, 0])))
+
+
+class Evaluated(OwnModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    test_step = predict_step = validation_step
+
+
+def test_a_process_that_waits_to_join_evaluates_nothing() -> None:
+    """It has no peers to evaluate with."""
+    trainer, module, loader = quiet_trainer(strategy=Late(), devices=1), Evaluated(), DataLoader(RandomTokens(8), 4)
+    assert trainer.validate(module, loader) == trainer.test(module, loader) == trainer.predict(module, loader) == []
+    assert "run" not in {**vars(trainer.validate_loop), **vars(trainer.test_loop), **vars(trainer.predict_loop)}
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
