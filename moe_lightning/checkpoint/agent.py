@@ -84,8 +84,11 @@ class OwnRoot:
     def __init__(self, path: Place, identity: str | None) -> None:
         self._path, self._storage, self._identity = path, storage_of(path), identity
 
-    def check(self) -> None:
+    def check(self, *, may_make: bool) -> None:
         """See that the path leads to the directory. Where it was deleted, but not what holds it, another will be made.
+
+        Args:
+            may_make: ranks of the run are alive; else what holds it now may be another run's.
 
         Raises:
             Elsewhere: it does not.
@@ -93,7 +96,7 @@ class OwnRoot:
         try:
             found = self._storage.identity(self._path)
         except FileNotFoundError:
-            if self._identity is not None and not self._storage.is_dir(self._path.parent):
+            if self._identity is not None and not (may_make and self._storage.is_dir(self._path.parent)):
                 raise Elsewhere(errno.ENOENT, "the run's directory was moved or deleted", str(self._path)) from None
             self._identity = None
             return
@@ -286,7 +289,7 @@ class Agent:
             return False
         try:
             if self._job is not None or any(has_work(arena) for arena in self._arenas.values()):
-                self._own_root.check()
+                self._own_root.check(may_make=any(arena.writer_alive for arena in self._arenas.values()))
             self._choose_job()
             if self._finish():  # perhaps an agent before this one, or another node's, wrote everything
                 return True

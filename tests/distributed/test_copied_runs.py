@@ -68,6 +68,24 @@ def test_an_agent_writes_to_no_directory_that_took_the_place_of_its_own(tmp_path
         assert_holds(find_newest(made.root).checkpoint, dict.fromkeys(range(EXPERTS), 2))  # type: ignore[arg-type]
 
 
+def test_the_agent_of_a_dead_run_makes_no_checkpoints_of_a_run_that_took_its_place(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    with node(tmp_path, root=run / "checkpoints") as made:
+        made.save(1)
+        made.snapshot(2)
+        made.close()
+        run.rename(moved)
+        run.mkdir()  # of a run that has not saved yet
+        made.persist_attempts(3)
+        assert "the run's directory was moved or deleted" in (made.agent.status.error or "")
+        assert not made.root.exists()
+        run.rmdir()
+        moved.rename(run)
+        made.persist()
+        assert [manifest.step for _, manifest in checkpoints(made.root)] == [2, 1]
+
+
 def test_a_living_agent_is_taken_only_where_its_path_leads_to_the_same_directory(
     tmp_path: Path, forked: list[ForkedAgent]
 ) -> None:
