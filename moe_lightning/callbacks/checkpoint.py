@@ -25,7 +25,7 @@ from moe_lightning.callbacks.lost_tokens import LostTokens
 from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.contents import SnapshotContents
-from moe_lightning.checkpoint.directory import WorldMark, checkpoints, run_of
+from moe_lightning.checkpoint.directory import WorldMark, checkpoints, headings, run_of
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
@@ -35,7 +35,7 @@ from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
 from moe_lightning.checkpoint.storage.interface import URL
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
-from moe_lightning.errors import StateDamagedError
+from moe_lightning.errors import ConfigurationError, StateDamagedError
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.placed_experts import stages_of
@@ -227,7 +227,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     copied_in_bubbles, the first one's share. In `trainer.callback_metrics` checkpoint/stall_ms is that of the step.
 
     Raises:
-        ConfigurationError: a value outside its range, another strategy, or steps that lossless=True cannot run again.
+        ConfigurationError: a value outside its range, another strategy, steps that lossless=True cannot run again, or
+            checkpoints of another training under `dirpath`.
     """
 
     def __init__(
@@ -308,9 +309,25 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         strategy.state.require_one_optimizer_each(beside="PartialExpertsCheckpoint", cure="ModelCheckpoint")
         if self._settings.lossless:
             strategy.state.require_replayable()
+        if not self._is_elastic and trainer.global_step == 0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            strategy.decide(self._require_no_others)
         if not self._is_elastic and strategy.state.restored is not None:
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # of the state that was restored
+
+    def _require_no_others(self) -> None:
+        """Refuse checkpoints that this training does not continue from: it would soon delete them.
+
+        Raises:
+            ConfigurationError: there are some.
+        """
+        found = headings(self._root)
+        if found:
+            raise ConfigurationError(
+                f"{self._root} has a checkpoint of step {found[0][1].step}, this training begins at step 0, and only "
+                f'{self._settings.keep_last} checkpoints are kept: continue with ckpt_path="last", or choose another '
+                "dirpath"
+            )
 
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -138,6 +138,15 @@ def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) ->
         np.testing.assert_array_equal(resumed["state"][name], values, err_msg=name)
 
 
+def test_a_training_that_starts_anew_deletes_no_checkpoints_of_another(root: Path) -> None:
+    run(2, [saver(root)], steps=3)
+    before = sorted(path.name for path, _ in checkpoints(root))
+    with pytest.raises(RankFailure, match=r'checkpoint of step 3, .* begins at step 0, .* ckpt_path="last", or'):
+        run(2, [saver(root)], steps=3)
+    assert sorted(path.name for path, _ in checkpoints(root)) == before
+    assert len(run(2, [saver(root)], steps=4, ckpt_path="last")[0]["losses"]) == 1
+
+
 @pytest.mark.slow
 def test_partial_checkpoints_of_a_finished_run_lose_nothing_on_other_ranks(root: Path) -> None:
     whole = run(1, [], steps=10)[0]
