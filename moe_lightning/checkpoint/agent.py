@@ -226,7 +226,8 @@ class Agent:
         root: directory of the checkpoints.
         keep_last: whole checkpoints to keep.
         retry_s: pause after a failed attempt; it doubles with every further one, up to a minute.
-        commit_timeout_s: how long to wait for the parts of other nodes.
+        commit_timeout_s: how long to wait for the parts of other nodes, once those of this node are written; at least
+            as long as that took.
         identity: of the very directory that the snapshots are for (`Storage.identity`); None: of the one that is there.
     """
 
@@ -390,6 +391,7 @@ class Agent:
             for (path, _, _), part in zip(todo, parts, strict=True):
                 job.written.add(path)
                 job.nbytes += sum(record.nbytes for record in part.files.values())
+        job.written_at = time.monotonic()
         return True
 
     def _finish(self, *, has_written: bool = False) -> bool:
@@ -445,10 +447,10 @@ class Agent:
             self._end_job(success=False, keep=False)
         elif will_lack_parts(job, self._arenas, self.root):
             self._end_job(success=False)
-        elif now - job.began > self.commit_timeout_s:
+        elif now - job.written_at > (longest_s := max(self.commit_timeout_s, job.written_at - job.began)):
             raise CheckpointError(
                 f"the parts of ranks {missing_parts(self.root, job)} of step {job.step} did not come within "
-                f"{self.commit_timeout_s:g} s: look at their agents"
+                f"{longest_s:.0f} s of those of this node: look at their agents"
             )
 
     def _end_job(self, *, success: bool, keep: bool = True) -> None:

@@ -141,6 +141,7 @@ class Job:
     """A step that is being persisted on this node.
 
     Attributes:
+        written_at: when the last part of this node was written; before that, when the job began.
         agreed: with other nodes: this step's snapshot is the first of that step or later.
         written: arenas whose part is written.
         checked: when it was last looked whether the parts will come.
@@ -152,6 +153,7 @@ class Job:
     world: int
     world_size: int
     began: float = field(default_factory=time.monotonic)
+    written_at: float = field(default_factory=time.monotonic)
     agreed: int | None = None
     written: set[Path] = field(default_factory=set)
     nbytes: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from moe_lightning.checkpoint import agreement
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agreement import Agreement, propose
 from moe_lightning.checkpoint.arena import arena_path
+from moe_lightning.checkpoint.commit import write_part
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import place_of, storage_of
@@ -125,6 +127,25 @@ def test_a_late_node_asks_for_a_step_that_both_can_hold(tmp_path: Path) -> None:
     assert nodes.committed == 8, "step 5 was held and saved, then what was newest"
     steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert steps == ["step-00000005", "step-00000008"]
+    nodes.close()
+
+
+def test_a_node_waits_for_the_others_as_long_as_it_has_written_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        return write_part(*arguments, **options)
+
+    monkeypatch.setattr(agents, "write_part", write_slowly)
+    nodes = Nodes(tmp_path, [1, 1])
+    for rank, agent in enumerate(nodes.agents):
+        agent.commit_timeout_s = 0.05
+        nodes.snapshot(rank, 1)
+    nodes.serve(0)
+    assert nodes.agents[0].status.error is None
+    nodes.serve(1)
+    assert nodes.committed == 1
     nodes.close()
 
 

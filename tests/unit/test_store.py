@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -156,6 +157,7 @@ def test_a_missing_part_is_waited_for(tmp_path: Path, monkeypatch: pytest.Monkey
         assert checkpoints(made.root) == []
         assert (staging_path(made.root, "1", 1) / "part-00000.json").exists()
         made.agent.commit_timeout_s = 0.0
+        time.sleep(made.agent._job.written_at - made.agent._job.began)  # type: ignore[union-attr]
         made.agent.serve_once()
         assert "ranks [1]" in str(made.agent.status.error)
 
