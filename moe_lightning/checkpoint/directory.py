@@ -183,6 +183,21 @@ def run_of(root: Place) -> str | None:
     return runs.pop()
 
 
+def run_of_copies(root: Place) -> str | None:
+    """Return the run of the checkpoints in a directory that is recorded to belong to none, such as copies; None where
+    there are none.
+
+    Raises:
+        CheckpointError: they are of several runs.
+    """
+    runs = {heading.run for _, heading in headings(root)}
+    if len(runs) > 1:
+        raise CheckpointError(
+            f"{root} has checkpoints of {len(runs)} runs and no {RECORD}: move those of all runs but one elsewhere"
+        )
+    return runs.pop() if runs else None
+
+
 def run_record_problem(root: Place) -> str | None:
     """Return the problem of the record of a directory's run; None if it is valid or absent."""
     return _recorded_run(root)[1]

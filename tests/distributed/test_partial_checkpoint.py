@@ -147,6 +147,15 @@ def test_a_training_that_starts_anew_deletes_no_checkpoints_of_another(root: Pat
     assert len(run(2, [saver(root)], steps=4, ckpt_path="last")[0]["losses"]) == 1
 
 
+def test_a_copy_of_one_checkpoint_stays_one_of_the_training_that_continues_it(root: Path, tmp_path: Path) -> None:
+    run(1, [saver(root)], steps=2)
+    copied = tmp_path / "copied" / "checkpoints"
+    shutil.copytree(root / "step-00000002", copied / "step-00000002")
+    run(1, [saver(copied)], steps=3, ckpt_path=str(copied))
+    assert [manifest.step for _, manifest in checkpoints(copied)] == [3, 2]
+    assert run_of(copied) == run_of(root)
+
+
 @pytest.mark.slow
 def test_partial_checkpoints_of_a_finished_run_lose_nothing_on_other_ranks(root: Path) -> None:
     whole = run(1, [], steps=10)[0]

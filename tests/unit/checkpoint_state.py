@@ -72,7 +72,7 @@ class Node:
         **agent: float,
     ) -> None:
         self.arenas, self.root, self.world_size = base / "arenas", root or base / "checkpoints", world_size
-        self.arenas.mkdir(exist_ok=True, mode=0o700)
+        self.arenas.mkdir(exist_ok=True, parents=True, mode=0o700)
         self.ranks = [
             Snapshotter(
                 arena_path(self.arenas, rank),
