@@ -20,7 +20,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import SavedModel, open_saved, other_tokenizer, trained_config
-from moe_lightning.config import build_config
+from moe_lightning.config import build_config, shown
 from moe_lightning.data.text import shown_sources, sources_of
 from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.errors import ConfigurationError
@@ -76,6 +76,13 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         print(
             f"moe-ckpt: {target} has no layers for multi-token prediction, which are not trained: its config.json says "
             f"{said}, so let an engine draft no tokens with it",
+            file=sys.stderr,
+        )
+    changed = [f"{name}={shown(value)}" for name, value in config.overrides.items() if "drop" not in name]
+    if changed and adapter_alone:  # all but dropout changes what the model computes
+        print(
+            f"moe-ckpt: {config.pretrained} was trained with model.overrides of {', '.join(changed)}, which adapters "
+            "cannot hold: set them in its config.json, or export without --adapter",
             file=sys.stderr,
         )
     if hasattr(export.config, "vocab_size") and not has_tokenizer:

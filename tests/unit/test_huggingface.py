@@ -896,6 +896,20 @@ def test_an_export_promises_no_layers_for_multi_token_prediction(
         assert "multi-token" not in capsys.readouterr().err
 
 
+def test_overrides_that_adapters_alone_cannot_hold_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("olmoe", tmp_path / "theirs")
+    overrides = {"num_experts_per_tok": 1, "attention_dropout": 0.0}
+    module = load(tmp_path / "theirs", adapter={"rank": 2, "targets": ["experts"]}, overrides=overrides)
+    fit(module, 1).save_checkpoint(tmp_path / "run.ckpt")
+    capsys.readouterr()
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "ours")]) == 0
+    assert "adapters cannot hold" not in capsys.readouterr().err
+    assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "alone"), "--adapter"]) == 0
+    assert "model.overrides of num_experts_per_tok=1, which adapters cannot hold" in capsys.readouterr().err
+
+
 def test_adapters_trained_with_another_alpha_are_refused(tmp_path: Path) -> None:
     make_checkpoint("olmoe", tmp_path / "theirs")
 
