@@ -367,6 +367,16 @@ def test_tokens_of_another_tokenizer_are_refused(
         try_data(data_of(kind, tmp_path, tokenizer), tmp_path / "theirs")
 
 
+def test_samples_longer_than_the_positions_of_the_model_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("olmoe", tmp_path, vocab_size=300)
+    module: Any = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16})
+    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(context_length=64))
+    module.setup("fit")
+    module.trainer.datamodule.context_length = 65
+    with pytest.raises(ConfigurationError, match=r"data.context_length=65 exceeds the 64 positions of .*=64 or less"):
+        module.setup("fit")
+
+
 @pytest.mark.parametrize("kind", [TextData, InstructionData])
 def test_a_tokenizer_json_with_other_words_is_refused(tmp_path: Path, kind: type[TextData | InstructionData]) -> None:
     import tokenizers

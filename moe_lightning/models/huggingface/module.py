@@ -251,12 +251,21 @@ class HuggingFaceModule(SupervisedModule):
         """Refuse data that do not fit the model.
 
         Raises:
-            ConfigurationError: more tokens than the model has, those of another tokenizer than the checkpoint's, or
-                packed documents that the model would mix.
+            ConfigurationError: more tokens or longer samples than the model has, tokens of another tokenizer than the
+                checkpoint's, or packed documents that the model would mix.
         """
         data = getattr(self.trainer, "datamodule", None)
         if getattr(data, "packing", False):
             check_packing(self.architecture.config, getattr(data, "context_length", self.config.context_length))
+        longest, length = (
+            getattr(self.architecture.config, "max_position_embeddings", None),
+            getattr(data, "context_length", None),
+        )
+        if longest is not None and length is not None and length > longest:
+            raise ConfigurationError(
+                f"data.context_length={length} exceeds the {longest} positions of {self.config.pretrained}: use "
+                f"data.context_length={longest} or less"
+            )
         needed = getattr(data, "vocab_size", 0)
         known = getattr(self.architecture.config, "vocab_size", needed)
         if needed > known:
