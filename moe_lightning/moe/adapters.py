@@ -24,7 +24,7 @@ from moe_lightning.state.tensors import BASE_DIGEST, digest_of
 
 Target = Literal["experts", "attention", "dense", "router"]
 
-_ATTENTION = frozenset({"self_attn", "attn", "attention"})
+_ATTENTION = frozenset({"self_attn", "attn", "attention", "linear_attn"})
 _NOT_ADAPTED = frozenset({"head", "lm_head", "classifier", "score", "dt_proj"})
 """Linear layers without adapters: heads, and layers whose weights Mamba reads without calling them."""
 

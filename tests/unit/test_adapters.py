@@ -207,6 +207,16 @@ def test_adapters_of_experts_have_the_names_that_vllm_reads(
     assert all(".experts." in key for key in adapters)
 
 
+def test_linear_attention_counts_as_attention(tmp_path: Path) -> None:
+    from tests.huggingface_models import make_checkpoint
+
+    theirs = make_checkpoint("qwen3_5", tmp_path)
+    add_adapters(theirs, {"rank": 2, "targets": ["attention"]})
+    linear = {name for name, layer in theirs.named_modules() if "linear_attn" in name and isinstance(layer, nn.Linear)}
+    assert linear
+    assert all(f"{name}.adapter.lora_a" in theirs.state_dict() for name in linear)
+
+
 def test_four_bit_weights_merge_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
     check_exports("olmoe", tmp_path, {"kind": "qlora"}, in_peft=False)
 
