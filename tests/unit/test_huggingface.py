@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -374,6 +375,19 @@ def test_samples_longer_than_the_positions_of_the_model_are_refused(tmp_path: Pa
     module.setup("fit")
     module.trainer.datamodule.context_length = 65
     with pytest.raises(ConfigurationError, match=r"data.context_length=65 exceeds the 64 positions of .*=64 or less"):
+        module.setup("fit")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer_config.json"])
+def test_bytes_for_a_model_with_another_tokenizer_file_are_told(tmp_path: Path, name: str) -> None:
+    make_checkpoint("olmoe", tmp_path, vocab_size=300)
+    module: Any = HuggingFaceModule({"pretrained": str(tmp_path), "context_length": 16})
+    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(tokenizer="bytes"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.setup("fit")
+    (tmp_path / name).write_text("{}")
+    with pytest.warns(UserWarning, match=f"the data are bytes, and {tmp_path / name} belongs to the tokenizer"):
         module.setup("fit")
 
 

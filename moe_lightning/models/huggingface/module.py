@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -16,6 +17,8 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
 from moe_lightning.hub import (
     TOKENIZER,
+    TOKENIZER_SETTINGS,
+    TOKENIZERS,
     local_folder,
     local_tokenizer,
     model_folder,
@@ -273,9 +276,16 @@ class HuggingFaceModule(SupervisedModule):
                 f"the data have {needed} tokens, the model has {known}: use the tokenizer.json of the checkpoint"
             )
         own = local_folder(self.config.pretrained) / TOKENIZER
-        if not own.is_file():
-            return
         given = getattr(data, "tokenizer", None)
+        if not own.is_file():
+            others = (own.with_name(name) for name in (*TOKENIZERS, TOKENIZER_SETTINGS))
+            if given == "bytes" and (other := next((path for path in others if path.is_file()), None)) is not None:
+                rank_zero_warn(
+                    f"the data are bytes, and {other} belongs to the tokenizer that the model was trained with: to use "
+                    "that one, write its tokenizer.json with save_pretrained of a fast tokenizer of transformers, and "
+                    "give it as data.tokenizer"
+                )
+            return
         if isinstance(given, str) and (given == "bytes" or given.startswith("bpe:")):
             raise ConfigurationError(
                 f"data.tokenizer={given} gives other tokens than the model was trained on: use data.tokenizer={own}, "
