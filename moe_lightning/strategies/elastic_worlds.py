@@ -45,7 +45,7 @@ from moe_lightning.elastic.faults import (
 )
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
-from moe_lightning.errors import ConfigurationError, StateDamagedError
+from moe_lightning.errors import ConfigurationError, StateDamagedError, WorldCutError
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree, any_says
@@ -210,7 +210,7 @@ class ElasticWorlds:
         self._planner = RecoveryPlanner(None)
         self.step = CommittedStep(strategy.state)
         self.is_newcomer = self.change_is_due = False
-        self._has_fitted = False  # a later fit of this process follows no lost world
+        self._fits = 0  # that this process has begun; only the first one may follow a lost world
         self._departure: str | None = None
         self._plan: RecoveryPlan | None = None  # of the last recovery
         self._faults = RepeatedFaults()
@@ -365,7 +365,7 @@ class ElasticWorlds:
             fit: runs the loop in one world.
 
         Raises:
-            Preempted: this process shall leave.
+            Preempted: this process shall leave, or has come to an earlier fit than the others.
             RunFinished: this process comes too late.
             WorldTooSmall: fewer than `min_ranks` are left, and no others came; the state is saved.
         """
@@ -376,8 +376,8 @@ class ElasticWorlds:
         self._planner = RecoveryPlanner(policy.sources, partial(call_hook, self._state.module, "on_before_recovery"))
         set_up_data(trainer)
         self.step.begin_fit()
-        is_first, loop = not (self.is_newcomer or self._has_fitted), trainer.fit_loop
-        self._has_fitted = True
+        self._fits += 1
+        is_first, loop = self._fits == 1 and not self.is_newcomer, trainer.fit_loop
         while True:
             must_recover = fault is not None or self.is_newcomer
             if must_recover:
@@ -603,7 +603,9 @@ class ElasticWorlds:
             counts=counts,
             is_prepared=step.prepared is not None and not self._state.shards.shares_optimizers,  # others' updates lack
         )
-        inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
+        found = all_gather_json([self._fits, own.to_json()], world)
+        self._require_same_fit([fits for fits, _ in found])
+        inventories = [RankInventory.from_json(entry) for _, entry in found]
         damaged = set[tuple[str, str, int, int]]()  # snapshots
         while True:
             with watch.phase("plan"):
@@ -633,6 +635,24 @@ class ElasticWorlds:
             step.restore(is_saved=self.has_rolled_back)
         self.is_newcomer = self.change_is_due = False
         return plan, repair
+
+    def _require_same_fit(self, fits: Sequence[int]) -> None:
+        """Keep a process that starts a script anew out of a later fit: its Trainer and its data are those of another.
+
+        Args:
+            fits: that each rank has begun.
+
+        Raises:
+            Preempted: the others are in a later fit than this process.
+            WorldCutError: others are in an earlier one, and leave this world.
+        """
+        last, reason = max(fits), "a process has joined that is in an earlier fit of the script"
+        if self._fits < last:
+            self.engine.abort(reason)
+            self.engine.withdraw_if_early()
+            raise Preempted("the others are in a later fit of the script, which a process that starts it cannot join")
+        if min(fits) < last:
+            raise WorldCutError(reason)
 
     def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
         """Transfer the state of the plan's version to the ranks of the placements."""

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from moe_lightning import ExpertParallelStrategy
+from moe_lightning.elastic.faults import is_world_fault
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
-from moe_lightning.errors import ConfigurationError
+from moe_lightning.elastic.worker import Preempted
+from moe_lightning.errors import ConfigurationError, WorldCutError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy, first_world
@@ -124,6 +126,36 @@ def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.Monk
 
     elastic.run(RecoveryPolicy(sources=MagicMock()), fit)
     assert (fits, found) == (["done"], [False] * faults)
+
+
+@pytest.mark.parametrize(("fits", "error"), [((2, 2), None), ((1, 2), Preempted), ((3, 2), WorldCutError)])
+def test_a_process_that_starts_a_script_anew_joins_no_later_fit(
+    monkeypatch: pytest.MonkeyPatch, fits: tuple[int, int], error: type[Exception] | None
+) -> None:
+    """Fits that this process and another rank of its new world have begun."""
+    engine = MagicMock(task=SimpleNamespace(starts=1))
+    engine.settings.min_ranks = 1
+    world = SimpleNamespace(size=2, rank=0, is_connected=False)
+    strategy: Any = MagicMock(worlds=Worlds())
+    monkeypatch.setattr(Worlds, "present", world)
+    for name in ("set_up_data", "leave_schedule", "inventory_of"):
+        monkeypatch.setattr(elastic_worlds, name, MagicMock())
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda own, _: [own, own])
+    elastic = ElasticWorlds(strategy, engine)
+    elastic.members, elastic.step = MagicMock(), MagicMock(version=0)
+    for _ in range(fits[0]):
+        elastic.run(RecoveryPolicy(), lambda: None)
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda own, _: [own, [fits[1], own[1]]])
+    monkeypatch.setattr(elastic, "_join", lambda *_, **__: world)
+    monkeypatch.setattr(elastic_worlds.RankInventory, "from_json", MagicMock(side_effect=Planned))
+    with pytest.raises(error or Planned) as raised:
+        elastic._join_and_transfer(MagicMock(), is_spare=False)
+    assert is_world_fault(raised.value, None) == (error is WorldCutError)
+    assert engine.withdraw_if_early.called == (error is Preempted)
+
+
+class Planned(Exception):
+    """All ranks of the world are in the same fit."""
 
 
 class Waiting(FixedWorld):
