@@ -497,8 +497,7 @@ class DenseShards:
     @property
     def unowned(self) -> list[nn.Parameter]:
         """Dense parameters whose updates another rank computes."""
-        rank = self._worlds.present.rank
-        return [parameter for parameter, owner in self._sharding.owners.items() if owner != rank]
+        return [parameter for parameter, rank in self.ranks.items() if rank != self._worlds.present.rank]
 
     @property
     def ranks(self) -> dict[nn.Parameter, int]:

@@ -395,6 +395,7 @@ class ExpertParallelStrategy(DDPStrategy):
 
     def _forget_step(self) -> None:
         """Forget an aborted step, of this training or of one that an exception has ended."""
+        self.steps.forget_step()
         self.experts.forget_step()
         if self._pipeline is not None:
             self._pipeline.forget_step()

@@ -7,7 +7,7 @@ computes a dummy batch. Under mesh.cp the sequences of every batch are cut over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -203,11 +203,16 @@ class Steps:
         self.sequences = SequenceParts()
         self.batch: StepSlice | None = None
         self.is_dummy_batch = False
+        self._earlier: dict[nn.Parameter, Tensor] | None = None  # gradients from before; None until a step has some
 
     def leave_world(self) -> None:
         """Abort the running step."""
         self.is_blocked, self.batch = False, None
         self.sequences.leave_world()
+
+    def forget_step(self) -> None:
+        """Forget the gradients that an aborted step has put aside."""
+        self._earlier = None
 
     def draw_noise(self) -> None:
         """Set the positions of keyed noise: this rank's part of each sequence in the present world, and where layers
@@ -354,11 +359,12 @@ class Steps:
     def summing(self) -> Generator[None, None, None]:
         """Sum gradients around a backward pass: dense ones over ranks during it, experts' over their holders after it.
 
-        Under manual optimization gradients of earlier calls are summed already: they are put aside.
+        Gradients of earlier steps, and under manual optimization of earlier calls, are summed already: they are put
+        aside until the step's own are.
         """
         module, experts = self._state.module, self._state.experts
-        is_summed = self._worlds.present.size > 1 or self._state.parts.is_enabled
-        earlier = _take_gradients(module) if is_summed and not module.automatic_optimization else {}
+        if self._earlier is None:
+            self._earlier = self._take_earlier()
         if experts.shadow_transfers is not None:
             experts.shadow_transfers.begin_backward(is_last=not self.is_blocked)
         with self._screened():
@@ -373,12 +379,25 @@ class Steps:
             self._state.parts.sum_rest(self._worlds.present.stage)
             if module.automatic_optimization:
                 self.weights.finish(module)
-        _add_gradients(earlier)
+            _add_gradients(self._earlier)
+            self._earlier = None
+
+    def _take_earlier(self) -> dict[nn.Parameter, Tensor]:
+        """Move the gradients that are there before a backward pass into copies. Where automatic optimization clears a
+        gradient on the rank that updates the parameter only, that rank's stays, to be summed, and others drop theirs.
+        """
+        module, shards = self._state.module, self._state.shards
+        if self._worlds.present.size == 1 and not self._state.parts.is_enabled:
+            return {}
+        owned = shards.ranks if module.automatic_optimization else {}
+        for parameter in shards.unowned if owned else ():
+            parameter.grad = None
+        return _take_gradients(p for p in module.parameters() if p not in owned)
 
 
-def _take_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Move the gradients of a module into copies, because DDP may write the next ones into the same memory."""
-    taken = {p: p.grad.clone() for p in module.parameters() if p.grad is not None}
+def _take_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Move gradients into copies, because DDP may write the next ones into the same memory."""
+    taken = {p: p.grad.clone() for p in parameters if p.grad is not None}
     for parameter in taken:
         parameter.grad = None
     return taken

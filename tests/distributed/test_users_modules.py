@@ -145,6 +145,35 @@ class AccumulatingPlayers(TwoPlayers):
                     optimizer.zero_grad()
 
 
+class LinearProbe(Base):
+    """Trains its last layer, and leaves the gradients of the others, which are not frozen, to add up; clips by all."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], 0.5)
+        self.log("norm", float(norm))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.out.parameters(), lr=0.5)
+
+
+class UpdatesEverySecond(Base):
+    """Computes the gradients of every second batch for itself."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class ClearsEverySecond(UpdatesEverySecond):
+    """Lets the gradients of two batches add up before an update."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
 class SparseTable(Base):
     """Gradients of the embedding are sparse."""
 
@@ -242,6 +271,10 @@ CASES = {
     "accumulating players": Case(
         module=AccumulatingPlayers, train=tokens(24, 6), strategy={"find_unused_parameters": True}
     ),
+    "linear probe": Case(module=LinearProbe, train=tokens(24, 6)),
+    "accumulated probe": Case(module=LinearProbe, train=tokens(24, 3), options={"accumulate_grad_batches": 2}),
+    "updates every second": Case(module=UpdatesEverySecond, train=tokens(24, 6)),
+    "clears every second": Case(module=ClearsEverySecond, train=tokens(24, 6)),
 }
 
 
@@ -325,6 +358,22 @@ def test_several_ranks_do_it_too(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", ["two players", "other players' gradients", slow("accumulating players")])
 def test_optimizers_clear_and_freeze_what_other_ranks_update(name: str) -> None:
     strategy = {"dense": "zero1", "find_unused_parameters": True}
+    for result in run_pooled(2, fit, name, strategy):
+        assert_alike(result, stock(name), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("accumulated probe", {"replicas": 2}),
+        slow("accumulated probe", {"dense": "fsdp"}),
+        slow("linear probe", {"dense": "zero1"}),
+        ("updates every second", {"dense": "zero1"}),
+        slow("clears every second", {"dense": "zero1"}),
+        slow("clears every second", {"replicas": 2}),
+    ],
+)
+def test_gradients_from_before_a_step_are_summed_once(name: str, strategy: Options) -> None:
     for result in run_pooled(2, fit, name, strategy):
         assert_alike(result, stock(name), 1e-5)
 
