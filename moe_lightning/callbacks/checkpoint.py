@@ -309,14 +309,16 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         strategy.state.require_one_optimizer_each(beside="PartialExpertsCheckpoint", cure="ModelCheckpoint")
         if self._settings.lossless:
             strategy.state.require_replayable()
-        if not self._is_elastic and trainer.global_step == 0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        begins = trainer.global_step == 0 and not strategy.elastic.has_rolled_back  # else a fault has destroyed them
+        if begins and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             strategy.decide(self._require_no_others)
         if not self._is_elastic and strategy.state.restored is not None:
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # of the state that was restored
 
     def _require_no_others(self) -> None:
-        """Refuse checkpoints that this training does not continue from: it would soon delete them.
+        """Refuse checkpoints that this training does not continue from: it would soon delete them, and a recovery
+        before its first one would go back to them.
 
         Raises:
             ConfigurationError: there are some.
