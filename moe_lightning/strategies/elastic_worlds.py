@@ -518,7 +518,11 @@ class ElasticWorlds:
                 engine.store.set(f"left/{world.rank}", "")
             raise Preempted(notice)
         if left:
-            engine.store.wait(left, timeout)
+            try:
+                engine.store.wait(left, timeout)
+            except dist.DistError:  # a faster rank has seen them all leave, and has broken the world up
+                if engine.reason != reason:
+                    raise
         return world.rank >= num_placed
 
     def _save(self) -> None:

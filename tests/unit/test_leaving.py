@@ -43,6 +43,21 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
         worlds._hand_over("ranks wait")
 
 
+def test_who_is_cut_off_by_one_that_saw_others_leave_has_seen_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [[None, False], ["SIGTERM", False]])
+    monkeypatch.setattr(elastic_worlds, "store_barrier", lambda *_: None)
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds.engine, worlds._departure = MagicMock(reason="ranks leave", notice=None), None
+    worlds.engine.store.wait.side_effect = dist.DistNetworkError("the store of a world that broke")
+    worlds.step = SimpleNamespace(is_torn=False)
+    present = World.offline(0, 2, torch.device("cpu"))
+    worlds._strategy = MagicMock(worlds=SimpleNamespace(present=present, spares=0))
+    assert not worlds._hand_over("ranks leave")
+    worlds.engine.reason = "rank 1 on node b died"
+    with pytest.raises(dist.DistNetworkError):
+        worlds._hand_over("ranks leave")
+
+
 def test_nobody_leaves_while_values_of_some_rank_are_torn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged values that a rank sends would count as good, and the good copy may be that of a rank that leaves."""
     found = [["SIGTERM", False], [None, True], [None, False]]
