@@ -358,7 +358,8 @@ def documents(
 
 
 def text_chunks(stream: BinaryIO, path: Path) -> Document:
-    """A UTF-8 text in chunks of 16 to 32 MiB that end at line ends, or where a line is longer, between characters.
+    """A UTF-8 text in chunks of 16 to 32 MiB that end at line ends, or where a line is longer, between characters; a
+    byte order mark at its start is left out.
 
     Raises:
         ConfigurationError: it is not UTF-8, or cannot be read.
@@ -367,9 +368,10 @@ def text_chunks(stream: BinaryIO, path: Path) -> Document:
         rest, at = b"", 0
         while data := stream.read(_CHUNK_BYTES):
             data = rest + data
+            start = len(codecs.BOM_UTF8) if at == 0 and data.startswith(codecs.BOM_UTF8) else 0
             end = data.rfind(b"\n") + 1 or len(data) - _begun_character(data)
-            if end:
-                yield _checked(data[:end], at)
+            if end > start:
+                yield _checked(data[start:end], at + start)
             rest, at = data[end:], at + end
         if rest:
             yield _checked(rest, at)

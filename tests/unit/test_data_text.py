@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import codecs
 import gzip
 import itertools
 import json
@@ -230,6 +231,17 @@ def test_text_is_read_in_pieces_that_end_at_line_ends(
     assert len(chunks) > 1
     assert all(chunk.endswith(b"\n") for chunk in chunks[:-1])
     assert b"".join(chunks) == path.read_bytes()
+
+
+@pytest.mark.parametrize("text", [b"", b"first\nsecond \xef\xbb\xbf\n", b"one line"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "windows.txt"
+    path.write_bytes(codecs.BOM_UTF8 + text)
+    with path.open("rb") as file:
+        assert list(documents.text_chunks(file, path)) == ([text] if text else [])
+    path.write_bytes(codecs.BOM_UTF8 + text + b"\xff")
+    with path.open("rb") as file, pytest.raises(ConfigurationError, match=f"at byte {len(text) + 3}"):
+        list(documents.text_chunks(file, path))
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
