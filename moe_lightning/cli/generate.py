@@ -171,11 +171,12 @@ def _chat(model: LanguageModel, sampling: Sampling, system: str | None, max_new_
             while len(ids) > model.positions - min(max_new_tokens, model.positions // 2) and len(turns) > 1:
                 del turns[:2]
                 ids = tokenizer.encode(written.prompt([*first, *turns]))[0].tolist()
+            end = written.end
         except ValueError as error:
             raise ConfigurationError(f"this dialogue cannot be written: {error}") from error
         model.check(ids, "the message")
         try:
-            said = answer(model, ids, sampling, max_new_tokens, written.end)
+            said = answer(model, ids, sampling, max_new_tokens, end)
         except KeyboardInterrupt:
             print()
             return

@@ -213,7 +213,7 @@ _EXCHANGE = Conversation(_exchange("?", _ANSWER))
 
 
 def _behind(answered: str) -> str:
-    """Return the end of a text that begins with `_EXCHANGE`: all behind the answer."""
+    """Return the part of a text behind the answer of `_EXCHANGE`."""
     return answered.rpartition(_ANSWER)[2]
 
 
@@ -365,7 +365,15 @@ class TemplatedTurns:
         Raises:
             ValueError: the template refuses a conversation of one question.
         """
-        return (_behind(self._written(_EXCHANGE)).strip() or self._openings["user"]).strip()
+        return (_behind(self._written(self._short)).strip() or self._openings["user"]).strip()
+
+    @cached_property
+    def _short(self) -> Conversation:
+        """One question with its answer, behind a system turn where the template needs that."""
+        with suppress(ValueError):
+            self._written(_EXCHANGE)
+            return _EXCHANGE
+        return Conversation((Turn("system", "?"), *_EXCHANGE.turns))
 
     def _opening_behind(self, turns: Sequence[Turn], index: int) -> str:
         """Text that opens the turn behind an answer, or that would follow; empty where the answer has an end."""
@@ -378,8 +386,8 @@ class TemplatedTurns:
         found = dict.fromkeys(("user", "tool"), "")
         for role in found:
             with suppress(ValueError):  # of a template without the role, or that refuses so short a conversation
-                longer = Conversation((*_EXCHANGE.turns, Turn(role, "?")))
-                behind, text = (_behind(self._written(said)) for said in (_EXCHANGE, longer))
+                longer = Conversation((*self._short.turns, Turn(role, "?")))
+                behind, text = (_behind(self._written(said)) for said in (self._short, longer))
                 text = text.removeprefix(behind)
                 space = text[: len(text) - len(text.lstrip())]
                 tokens = [token for token in self._tokenizer.get_added_vocab() if text.startswith(token, len(space))]
@@ -397,11 +405,12 @@ class TemplatedTurns:
 
     def content(self, answer: str) -> str:
         """The content of the turn that a model's answer makes, without what the template writes before it."""
-        asked, whole = self.prompt(_EXCHANGE.turns[:1]), self._written(_EXCHANGE)
+        questions = self._short.turns[:-1]
+        asked, whole = self.prompt(questions), self._written(self._short)
         begin = whole.removeprefix(asked).partition(_ANSWER)[0]
         content = answer.rpartition(begin)[2] if begin.strip() else answer
         try:
-            self._written(Conversation(_exchange("?", content)))
+            self._written(Conversation((*questions, Turn("assistant", content))))
         except ValueError:  # it ended before its content began
             return ""
         return content

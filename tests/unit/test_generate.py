@@ -308,6 +308,19 @@ def test_a_chat_template_is_used(
     assert model.prompts == ["[user]you?<e>[assistant]"]
 
 
+def test_a_template_that_needs_a_system_turn_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = "{% if messages[0].role != 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    make_checkpoint("olmoe", tmp_path / "model", vocab_size=300, max_position_embeddings=512)
+    write_tokenizer(tmp_path / "model", chat_template=needs + TEMPLATE)
+    model = Answers(monkeypatch, "fine<e>", "bye<e>")
+    says(monkeypatch, "you?", "well")
+    assert run(capsys, tmp_path / "model", "--chat", "--system", "Be kind.") == "fine\nbye\n"
+    asked = "[system]Be kind.<e>[user]you?<e>[assistant]"
+    assert model.prompts == [asked, f"{asked}fine<e>[user]well<e>[assistant]"]
+
+
 @pytest.mark.parametrize(
     ("answer", "content"), [("<c>analysis<m>hm<c>final<m>fine", "fine"), ("<c>analysis<m>hm", "")], ids=["whole", "cut"]
 )
