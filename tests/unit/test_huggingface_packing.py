@@ -47,6 +47,15 @@ def test_documents_do_not_see_each_other(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(logits[row : row + 1, begin:end], alone, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")
+def test_masks_of_packed_documents_are_made_without_a_warning(tmp_path: Path) -> None:
+    from moe_lightning.models.huggingface.attention import document_options
+
+    model = make_checkpoint("gpt_oss", tmp_path)
+    positions = torch.arange(16)[None]
+    assert set(document_options(model, positions, torch.zeros_like(positions))["attention_mask"])
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_layers_that_carry_a_state_refuse_packed_documents(name: str, tmp_path: Path) -> None:
     """Before the model is read, and where a loader packs without a datamodule."""

@@ -105,16 +105,11 @@ def document_options(model: Any, positions_L: Tensor, begins_BL: Tensor) -> dict
     if model.config.model_type == "gpt_oss":
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        options: dict[str, Any] = {
-            "config": model.config,
-            "inputs_embeds": position_ids.new_empty((*position_ids.shape, 0), dtype=model.dtype),  # for its shape
-            "attention_mask": None,
-            "past_key_values": None,
-            "position_ids": position_ids,
-        }
+        embeddings = position_ids.new_empty((*position_ids.shape, 0), dtype=model.dtype)  # for its shape
+        arguments = model.config, embeddings, None, None  # by place: the last one has two names
         found["attention_mask"] = {
-            "full_attention": create_causal_mask(**options),
-            "sliding_attention": create_sliding_window_causal_mask(**options),
+            "full_attention": create_causal_mask(*arguments, position_ids=position_ids),
+            "sliding_attention": create_sliding_window_causal_mask(*arguments, position_ids=position_ids),
         }
     return found
 
