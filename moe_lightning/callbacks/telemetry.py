@@ -209,8 +209,8 @@ class Telemetry(Callback):
     Args:
         expert_load_path: CSV of step, layer and the share of each expert, a row for every layer on logging steps; None:
             none.
-        peak_flops_per_s: of one device in the precision of the run; None: what Lightning knows of the GPU, which
-            leaves MFU out where it does not know it, as on CPUs.
+        peak_flops_per_s: of one device in the precision of the run; None: what Lightning lists for an A100, H100 (not
+            NVL), L4, T4 or V100. There is no MFU with other GPUs, whose rates it lacks or takes from another, and CPUs.
         placement_path: CSV of step, layer, ranks and the holders of each expert, a row on logging steps where a layer's
             placement has changed; None: none.
 
@@ -363,8 +363,9 @@ class Telemetry(Callback):
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:
-    """Operations a second of a GPU in a precision as Lightning lists them; None of what it does not list."""
-    if device.type != "cuda":
+    """Operations a second of a GPU in a precision as Lightning lists them; None of a GPU that it does not list, or with
+    a wrong rate."""
+    if device.type != "cuda" or not _LISTED.search(torch.cuda.get_device_name(device)):
         return None
     dtype = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
     with warnings.catch_warnings():
@@ -492,6 +493,9 @@ def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:
 
 
 _NOT_APPLICABLE = "n/a"
+
+_LISTED = re.compile(r"^(?!.*\bMIG\b).*(\bA100\b|\bH100 (?!NVL)|\bL4$|\bT4$|\bV100S?-)")
+"""Names of whole GPUs for which Lightning lists the rate of data sheets, dense and with tensor cores."""
 
 
 class WholeModelSummary(SummaryTable):

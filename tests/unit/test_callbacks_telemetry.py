@@ -309,6 +309,29 @@ def test_no_mfu_where_the_peak_or_the_work_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", None),
+        ("NVIDIA A40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_no_gpu_gets_the_peak_of_another(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert telemetry.known_peak(torch.device("cuda"), "bf16-mixed") == peak
+
+
+@pytest.mark.parametrize(
     ("batch", "count"),
     [
         ((torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5)), 15),
