@@ -41,6 +41,7 @@ from moe_lightning.hub import GENERATION, TOKENIZERS, local_folder, local_tokeni
 from moe_lightning.models.generation import Sampling, check_logits, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import transformers
+from moe_lightning.user_errors import one_line
 
 _MOST_EVALUATED = 1024
 """Tokens of a window of a model whose training is not known."""
@@ -336,7 +337,7 @@ def _sources(data: Mapping[str, Any]) -> Sequence[DataSource]:
 
 # ---------------------------------------------------------------- Hugging Face folders
 
-_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+_CONFIG, _ADAPTER, _ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 
 
 def _of_folder(folder: Path, given: str | None) -> LanguageModel:
@@ -414,11 +415,20 @@ def _base_of(folder: Path) -> Path:
 
 
 def _with_adapter(network: Any, folder: Path) -> Any:
-    """Return the model with an adapter, every tensor of which must be found: peft itself only warns."""
+    """Return the model with an adapter, every tensor of which must be found: peft itself only warns.
+
+    Raises:
+        ConfigurationError: the package peft is missing.
+        CheckpointError: its weights are missing or damaged, of another model, or of a kind that peft does not know.
+    """
     try:
         from peft import PeftModel
     except ImportError as error:
         raise ConfigurationError(f"{folder} is an adapter: pip install 'moe-lightning[peft]'") from error
+    if not (
+        folder / _ADAPTER_WEIGHTS
+    ).is_file():  # peft would take a pickle, or those of a model of that name on the Hub
+        raise CheckpointError(f"{folder} is an adapter without {_ADAPTER_WEIGHTS}: get the folder again")
     with warnings.catch_warnings():  # of patterns that peft makes itself, and of names that transformers has changed
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", ".*Found missing adapter keys")
@@ -428,6 +438,11 @@ def _with_adapter(network: Any, folder: Path) -> Any:
             raise CheckpointError(
                 f"{folder} is an adapter that does not fit {network.config.model_type}: it lacks tensors, or is of "
                 "another model or shape; export it again, or the merged weights (moe-ckpt export-hf without --adapter)"
+            ) from error
+        except Exception as error:  # of its file and of its kind, each with errors of its own
+            raise CheckpointError(
+                f"{folder} is an adapter that peft cannot load ({type(error).__name__}: {one_line(error)}): get the "
+                "folder again"
             ) from error
 
 

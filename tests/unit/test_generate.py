@@ -183,6 +183,13 @@ def test_adapters_are_added_to_the_weights_of_their_base(
             save_file(damaged, place / "adapter_model.safetensors")
             assert main([str(place), PROMPT, "--tokenizer", "bytes"]) == 2
             assert "adapter is an adapter that does not fit olmoe: it lacks tensors" in capsys.readouterr().err
+        (place / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+        assert main([str(place), PROMPT, "--tokenizer", "bytes"]) == 2
+        assert "adapter is an adapter that peft cannot load (SafetensorError: " in capsys.readouterr().err
+        (place / "adapter_model.safetensors").unlink()
+        (place / "adapter_model.bin").touch()
+        assert main([str(place), PROMPT, "--tokenizer", "bytes"]) == 2
+        assert "adapter is an adapter without adapter_model.safetensors" in capsys.readouterr().err
     make_checkpoint("olmoe", tmp_path / "base", initializer_range=0.3)
     assert main([str(path), PROMPT, "--tokenizer", "bytes"]) == 2
     assert "were trained beside other base weights" in capsys.readouterr().err
