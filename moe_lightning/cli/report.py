@@ -34,7 +34,7 @@ from moe_lightning.cli.plot import (
 )
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.files import replace_text
+from moe_lightning.files import read_text, replace_text
 from moe_lightning.moe.forced_routing import read_loads
 from moe_lightning.plots import grid, heat_map, line_chart, phase_lines, svg
 
@@ -504,8 +504,8 @@ def _mapping(path: Path, read: Any) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = read(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = read(read_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path} cannot be read: move it away, and the report leaves it out") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{path} is not a mapping: move it away, and the report leaves it out")
@@ -526,7 +526,8 @@ def _counted(metrics: Metrics, steps: object) -> Metrics:
 def _size(config: Mapping[str, Any], metrics: Metrics, summary: Mapping[str, Any]) -> str:
     """Steps and ranks; of a run that has not ended the last logged step."""
     steps = summary["steps"] if isinstance(summary.get("steps"), int) else _last_step(metrics)
-    trainer, elastic = (config.get(name) or {} for name in ("trainer", "elastic"))
+    areas = (config.get(name) for name in ("trainer", "elastic"))
+    trainer, elastic = (area if isinstance(area, dict) else {} for area in areas)
     devices = trainer.get("devices")
     here = len(devices) if isinstance(devices, list) else devices
     if not isinstance(here, int):

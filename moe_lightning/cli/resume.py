@@ -6,15 +6,17 @@ data than before would break the order in which every sample comes once.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import AliasEvent, YAMLError
 
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.targets import located
@@ -216,10 +218,13 @@ def _recorded(path: Path) -> dict[str, Any] | None:
         return None
     try:
         with open_text(path, most_bytes=_MOST_BYTES) as file:
-            loaded = OmegaConf.load(file)
+            text = file.read()
+        if any(isinstance(event, AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise ValueError("aliases")  # moe-train writes none, and few may stand for any number of values
+        loaded = OmegaConf.load(io.StringIO(text))
         config = OmegaConf.to_container(loaded)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no YAML"
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or "no plain YAML"
         raise ConfigurationError(
             f"{path} cannot be read ({reason}): fix it, or remove it to continue without this check"
         ) from error

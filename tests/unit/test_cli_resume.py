@@ -336,6 +336,18 @@ def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
         config_of(tmp_path / "checkpoints" / "last.ckpt")
 
 
+ALIASES = "a0: &a0 [1]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 8)}]\n" for level in range(1, 12)
+)
+
+
+@pytest.mark.parametrize("text", [ALIASES, f"a: {'[' * 2000}{']' * 2000}"])
+def test_a_configuration_that_unfolds_without_end_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"config.yaml cannot be read \(no plain YAML\): fix it"):
+        config_of(tmp_path / "checkpoints" / "last.ckpt")
+
+
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [

@@ -125,11 +125,19 @@ def test_the_page_says_how_long_it_ran_and_where_ranks_were_lost(run: Path) -> N
         ("trainer: {devices: 1}", "20 steps on 1 rank<"),
         ("trainer: {devices: [0, 1], num_nodes: 1}\nelastic: {num_nodes: 2}", "20 steps on 4 ranks<"),
         ("trainer: {devices: auto}", "20 steps<"),
+        ("trainer: x\nelastic: [x]", "20 steps<"),
     ],
 )
 def test_ranks_of_all_machines_count(run: Path, config: str, size: str) -> None:
     (run / "config.yaml").write_text(f"run_name: a\n{config}\n")
     assert size in report.render(run)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
+def test_a_file_that_is_nested_too_deeply_is_named(run: Path, name: str) -> None:
+    (run / name).write_text("[" * 100_000)
+    with pytest.raises(ConfigurationError, match=f"{name} cannot be read: move it away"):
+        report.render(run)
 
 
 def test_a_run_that_goes_on_is_not_described_by_the_summary_of_its_former_start(run: Path) -> None:
