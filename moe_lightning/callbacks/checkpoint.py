@@ -27,6 +27,7 @@ from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.directory import WorldMark, checkpoints, headings, run_of
 from moe_lightning.checkpoint.memory import RecoverySources
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
 from moe_lightning.checkpoint.session import CheckpointSession, SavingPlace
@@ -280,12 +281,14 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if not isinstance(strategy, ExpertParallelStrategy):
             return set()  # `setup` says that it needs another one
 
-        def choose() -> bool:
+        def choose() -> str:
             if trainer.state.fn == "fit":
                 self.enter_root(strategy)
-            return bool(checkpoints(self._root))
+            return next((str(path / MANIFEST) for path, _ in checkpoints(self._root)), "")
 
-        return {str(self._root)} if strategy.decide(choose) else set()
+        # Lightning takes the candidate that was written last. Stores know that of files only, and `enter_root` writes
+        # to the directory.
+        return {*filter(None, [strategy.decide(choose)])}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

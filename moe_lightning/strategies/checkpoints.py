@@ -240,8 +240,8 @@ class Checkpoints:
         self._before_hooks = [] if module is None else list(module.parameters())
 
     def open(self, path: Place, world: World) -> dict[str, Any]:
-        """Return the checkpoint that Lightning restores from a file, a checkpoint directory, or a directory of these;
-        collective.
+        """Return the checkpoint that Lightning restores from a file, a checkpoint directory, or a directory of these,
+        which the manifest of one of them stands for; collective.
 
         Args:
             world: the ranks that are connected by now.
@@ -249,6 +249,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
+        if path.name == MANIFEST:  # so `ckpt_path="last"` names it
+            path = path.parent.parent
         if isinstance(path, Path) and not decided(path.is_dir, world):
             return self._read_file(path, world)
         restored = self._newest_for_all(path, world)

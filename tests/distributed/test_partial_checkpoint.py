@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
@@ -153,6 +154,16 @@ def test_a_training_that_starts_anew_deletes_no_checkpoints_of_another(root: Pat
             run(2, [*others, saver(root)], steps=3)
     assert sorted(path.name for path, _ in checkpoints(root)) == before
     assert len(run(2, [saver(root)], steps=4, ckpt_path="last")[0]["losses"]) == 1
+
+
+def test_last_is_what_was_written_last_by_any_callback(root: Path) -> None:
+    files = ModelCheckpoint(root.parent / "files", every_n_train_steps=1, save_last=True)
+    run(1, [saver(root, every_n_steps=100, save_on_train_end=False), files], steps=3)
+    (manifest,) = root.glob("step-00000001/MANIFEST.json")
+    os.utime(manifest, (1.0, 1.0))  # as if the agent had been as fast as training
+    assert len(run(1, [saver(root), files], steps=4, ckpt_path="last")[0]["losses"]) == 1
+    os.utime(root.parent / "files" / "last.ckpt", (1.0, 1.0))
+    assert len(run(1, [saver(root), files], steps=5, ckpt_path="last")[0]["losses"]) == 1
 
 
 def test_a_copy_of_one_checkpoint_stays_one_of_the_training_that_continues_it(root: Path, tmp_path: Path) -> None:

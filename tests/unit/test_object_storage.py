@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import uuid
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from lightning.fabric.utilities.cloud_io import get_filesystem
 
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_path
@@ -22,6 +25,7 @@ from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import objects, place_of, shared_place, storage_of
 from moe_lightning.checkpoint.storage.interface import URL
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.object_stores import BUCKET, FAULTS, Faults
 from tests.parameters import slow
 from tests.unit.checkpoint_state import EXPERTS, Node, assert_holds, node
@@ -136,6 +140,16 @@ def test_faults_of_the_store_are_survived(kinds: tuple[str, ...], root: URL, fau
         assert found.checkpoint is not None
         assert found.checkpoint.step == 5
         assert all(verdict.is_whole for verdict in inspect.verify_all(root))
+
+
+def test_the_time_of_the_last_checkpoint_is_known(root: URL, tmp_path: Path) -> None:
+    with node(tmp_path, root=root) as made:
+        made.save(1)
+    saver, strategy = PartialExpertsCheckpoint(str(root)), ExpertParallelStrategy()
+    strategy.decide = lambda choose: choose()  # type: ignore[method-assign]
+    trainer: Any = SimpleNamespace(strategy=strategy, state=SimpleNamespace(fn="validate"))
+    (last,) = saver.last_checkpoints(trainer)
+    assert get_filesystem(last).modified(last), "Lightning compares times of candidates"
 
 
 def test_closing_what_is_committed_does_not_read_its_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
