@@ -233,7 +233,7 @@ def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
     try:
         value = torch.load(
             source if isinstance(source, Path) else io.BytesIO(source),
-            map_location="cpu" if is_file else None,
+            map_location="cpu",  # devices that tensors were saved from may not be here
             weights_only=True,
             mmap=is_file,
         )
@@ -262,7 +262,7 @@ def load_trusted(source: Path | bytes, origin: str) -> Any:
     """
     try:
         if isinstance(source, bytes):
-            return torch.load(io.BytesIO(source), weights_only=False)
+            return torch.load(io.BytesIO(source), map_location="cpu", weights_only=False)
         return torch.load(source, map_location="cpu", weights_only=False, mmap=True)
     except (AttributeError, ImportError) as error:
         raise CheckpointError(

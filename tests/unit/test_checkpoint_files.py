@@ -26,7 +26,8 @@ from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import commit, files, session
 from moe_lightning.checkpoint.agent_handle import LOCK, AgentHandle, AgentStatus
-from moe_lightning.checkpoint.files import check_file, read_file, write_file
+from moe_lightning.checkpoint.commit import dump_object
+from moe_lightning.checkpoint.files import check_file, load_plain, load_trusted, read_file, write_file
 from moe_lightning.checkpoint.session import CheckpointSession, Opening
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import storage_of
@@ -399,6 +400,15 @@ def closing(path: Path, **changes: Any) -> Any:
         status=lambda: status,
         _is_broken=lambda: False,
     )  # fmt: skip
+
+
+def test_objects_of_a_gpu_are_read_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda _: "cuda:0")
+        data = dump_object({"best_score": torch.tensor(1.5)})
+    for value in (load_plain(data, "x"), load_trusted(data, "x")):
+        assert value["best_score"].device.type == "cpu"
+        assert value["best_score"] == 1.5
 
 
 @pytest.mark.parametrize(
