@@ -328,11 +328,21 @@ def _committed(root: Place, session: str, step: int) -> Place | None:
 
 
 def withdraw_part(root: Place, session: str, step: int, rank: int, *, world: int = 0) -> None:
-    """Take back a rank's part that did not lead to a commit, so that it is written again."""
+    """Take back a rank's part that did not lead to a commit, so that it is written again. Its data are deleted as well,
+    unless a commit has begun or could meanwhile: the storage may be full, and another step may be written next.
+    """
     storage = storage_of(root)
-    if storage.is_dir(root):
-        with world_lock(root, world):
-            storage.delete(storage.staging(root, session, step, world) / part_name(rank))
+    if not storage.is_dir(root):
+        return
+    with world_lock(root, world):
+        staging = storage.staging(root, session, step, world)
+        storage.delete(staging / part_name(rank))
+        names = storage.names(staging)
+        if storage.attempt() or MANIFEST in names:  # without a lock others may be committing
+            return
+        for name in names:
+            if name.endswith(f".rank{rank:05d}.step{step:08d}.distcp"):
+                storage.delete(staging / name)
 
 
 def missing_ranks(staging: Place, world_size: int) -> list[int]:

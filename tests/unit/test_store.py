@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -186,6 +187,26 @@ def test_an_agent_outlives_a_storage_that_fails_in_the_middle(tmp_path: Path, mo
             assert made.agent.serve_once()
             assert "Input/output error" in str(made.agent.status.error)
             assert made.agent._pending(), "it stays for what waits"
+        made.persist()
+        assert checkpoints(made.root)[0][1].step == 2
+
+
+def test_a_full_storage_keeps_nothing_of_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = PosixStorage.write
+
+    def fill(storage: PosixStorage, path: Path, data: Iterable[bytes]) -> None:
+        if ".rank00001." in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(storage, path, data)
+
+    with node(tmp_path) as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixStorage, "write", fill)
+            for step in (1, 2):
+                made.snapshot(step)
+                made.persist_attempts(3)
+                assert "No space left" in str(made.agent.status.error)
+            assert not [*made.root.rglob("*.distcp")]
         made.persist()
         assert checkpoints(made.root)[0][1].step == 2
 
