@@ -20,7 +20,7 @@ from moe_lightning.callbacks import load_balancer
 from moe_lightning.callbacks.load_balancer import LoadBalancer, balanced_ranks
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.adapters import add_adapters
-from moe_lightning.moe.layer import moe_layers
+from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.distributed import training
@@ -79,6 +79,36 @@ class Watcher(pl.Callback):
 def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = run_pooled(world_size, partial(balanced, balancer=balancer, **options))
     return results
+
+
+class AccumulatedByHand(OwnModule):
+    """One update after four batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.moe = MoELayer(32, 48, num_experts=6, router={"top_k": 2, "forced": {"kind": "zipf"}})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 4 == 3:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_no_expert_moves_between_batches_that_are_accumulated_by_hand() -> None:
+    balancer = EAGER | {"shadows": "none", "rebalance_every": 1, "tolerance": 0.0}
+    options = {
+        "own_module": AccumulatedByHand,
+        "steps": 6,
+        "dataset_size": 12 * 24,
+        "trainer": {"gradient_clip_val": None},
+    }
+    (alone,) = run(1, balancer, **options)
+    ranks = run(2, balancer, **options, strategy={"slots": 4})
+    assert ranks[0]["moved"] > 0
+    assert_same_training(alone, ranks, "by hand")
 
 
 @pytest.mark.parametrize(
