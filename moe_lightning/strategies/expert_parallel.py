@@ -896,9 +896,7 @@ class ExpertParallelStrategy(DDPStrategy):
         require_accumulation(self.state.trainer)
         self.follow_optimizers()
         self.update.check_optimizers(self.optimizers)
-        if self._dense_sum.lacks_unfrozen:
-            self.model = self.lightning_module
-            self.configure_ddp()
+        self._sum_unfrozen()
         self.update.finite.begin_batch(self.state.module)
         self.update.before_step()
         with self.steps.training(args), self.state.shards.whole_groups():
@@ -908,6 +906,12 @@ class ExpertParallelStrategy(DDPStrategy):
         if self.worlds.present.size > 1:
             require_loss(output, self.state.trainer)
         return output
+
+    def _sum_unfrozen(self) -> None:
+        """Let DDP sum the gradients of parameters that were unfrozen; collective then."""
+        if self._dense_sum.lacks_unfrozen:
+            self.model = self.lightning_module
+            self.configure_ddp()
 
     @property
     def last_stage_loss(self) -> Tensor | None:
@@ -955,6 +959,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if not self.state.module.automatic_optimization:
             yield
             return
+        self._sum_unfrozen()  # before the present DDP is asked to leave this micro-batch unsummed
         with self.steps.accumulating(), super().block_backward_sync(), self.state.parts.summing_later():
             yield
 
