@@ -139,8 +139,8 @@ class ReplicaSum:
         """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone.
 
         Args:
-            idle: of layers that no rank has run: what has no gradient there is left alone, as on one rank. The same on
-                every rank.
+            idle: of layers that no rank has run, or whose gradients ranks have or lack together: what has none there is
+                left alone, as on one rank. The same on every rank.
         """
         if self._world.size == 1:
             return

@@ -252,7 +252,9 @@ class PlacedExperts:
             self._drop_shadows()
         pairs = zip(self.layers, self.stacks, strict=True)
         idle = [stack for layer, stack in pairs if not layer.take_has_run()]
-        self._replica_sum(idle if self.module.automatic_optimization else ())  # else a step may have several sums
+        self._replica_sum(
+            idle if self.module.automatic_optimization else self.stacks
+        )  # by hand a step has several sums
 
     def set_speeds(self, speeds: IntArray | None) -> None:
         """Split tokens by the speeds of the ranks from the next step on; the same on every rank."""

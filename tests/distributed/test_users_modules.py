@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 from torchmetrics import MeanMetric
 
 from moe_lightning import ConfigurationError, auxiliary_loss
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout
 from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet, quiet_trainer
@@ -174,6 +175,27 @@ class ClearsEverySecond(UpdatesEverySecond):
             optimizer.zero_grad()
 
 
+class LayersInTurn(Base):
+    """Every second batch goes through another MoE layer, and what rests is neither decayed nor moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = MoELayer(32, 48, num_experts=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        layer, h = (self.moe, self.other)[batch_idx % 2], self.embed(batch[0])
+        loss = functional.cross_entropy(self.out(h + layer(h)).flatten(0, 1), batch[1].flatten())
+        self.log("train", loss, sync_dist=True)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.5)
+
+
 class SparseTable(Base):
     """Gradients of the embedding are sparse."""
 
@@ -205,6 +227,16 @@ class Ragged(Base):
         loss = self.nats(batch)
         self.log("train", loss, sync_dist=True, batch_size=len(batch[0]))
         return loss
+
+
+class Unfreezing(pl.Callback):
+    """Trains the embedding from the second epoch on."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.embed.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        module.embed.requires_grad_(trainer.current_epoch > 0)
 
 
 class Average(pl.Callback):
@@ -254,6 +286,9 @@ CASES = {
     "one to validate": Case(train=tokens(24, 6), val=(tokens(1, 4),)),
     "odd validations": Case(train=tokens(24, 6), val=(tokens(9, 4), tokens(5, 1), tokens(7, 3, drop_last=True))),
     "accumulated": Case(train=tokens(24, 4), options={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}),
+    "unfrozen while accumulating": Case(
+        train=tokens(24, 6), options={"accumulate_grad_batches": 2}, callbacks=(Unfreezing,)
+    ),
     "limited": Case(
         train=tokens(30, 4), val=(tokens(5, 2),), options={"limit_train_batches": 3, "limit_val_batches": 1}
     ),
@@ -267,6 +302,7 @@ CASES = {
     "other players' gradients": Case(
         module=OtherPlayersGradients, train=tokens(13, 6), strategy={"find_unused_parameters": True}
     ),
+    "layers in turn": Case(module=LayersInTurn, train=tokens(24, 6), strategy={"find_unused_parameters": True}),
     "sparse gradients": Case(module=SparseTable, train=tokens(13, 6)),
     "accumulating players": Case(
         module=AccumulatingPlayers, train=tokens(24, 6), strategy={"find_unused_parameters": True}
@@ -332,8 +368,9 @@ def test_one_rank_does_what_stock_lightning_does(name: str) -> None:
 
 
 FEW_OF_SEVERAL_RANKS = (
-    "in order", "fewer than a batch", "accumulated", "limited", "two players", "ragged", "accumulating players"
-)  # fmt: skip
+    *("in order", "fewer than a batch", "accumulated", "unfrozen while accumulating", "limited", "two players"),
+    *("ragged", "accumulating players", "layers in turn"),
+)
 """Cases of the default run."""
 
 
