@@ -169,10 +169,11 @@ class StepCounts:
 
     Attributes:
         has_ended: the step has ended, and the next batch begins another one.
+        updated_at: global step of the last update.
     """
 
-    def __init__(self, layers: Sequence[MoELayer] = ()) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[MoELayer] = (), *, updated_at: int = 0) -> None:
+        self._layers, self.updated_at = layers, updated_at
         self.has_ended = self._is_last = True
         self._batch = 0
         self._begin()
@@ -332,7 +333,6 @@ class LoadBalancer(ExpertParallelCallback):
         self.last_shadow_transfers: StepShadowTransfers | None = None
         self._numbers: Sequence[int] = ()  # of the MoE layers that this rank plans for
         self._num_layers = 0  # of the model
-        self._updated_at = 0  # global step of the last update
         self._restored: State | None = None
         self._rates, self._counts = OwnRates(), StepCounts()
         self._since_log = SinceLog()
@@ -369,8 +369,7 @@ class LoadBalancer(ExpertParallelCallback):
         self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
         self.follower.begin()
         planner.set_speeds(self.follower.experts.speeds)
-        self._updated_at = trainer.global_step
-        self._counts = StepCounts(layers)
+        self._counts = StepCounts(layers, updated_at=trainer.global_step)
         self._counts.watch(partial(self._observe, strategy.steps if is_pipeline else None))
 
     def _stop(self) -> None:
@@ -516,10 +515,10 @@ class LoadBalancer(ExpertParallelCallback):
             return
         self._costs.end_micro_batch()
         self.follower.end_micro_batch()
-        is_open = not pl_module.automatic_optimization and trainer.global_step == self._updated_at
+        is_open = not pl_module.automatic_optimization and trainer.global_step == self._counts.updated_at
         if is_open or private_lightning.is_accumulating(trainer):  # experts that move drop their gradients
             return
-        self._updated_at = trainer.global_step
+        self._counts.updated_at = trainer.global_step
         self._counts.has_ended = True
         self._since_log.steps += 1
         times = self._costs.end_step()
