@@ -325,6 +325,13 @@ class GracefulStop(Callback):
                 trainer.should_stop, trainer.limit_val_batches = True, 0
                 trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Share the signal with ranks that have joined since the others agreed."""
+        for received in (signal.SIGTERM, signal.SIGINT):
+            if trainer.strategy.reduce_boolean_decision(self.stopped_by == received, all=False):
+                self.stopped_by = received
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if number == self._asked_by == signal.SIGINT:
             raise KeyboardInterrupt

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,3 +107,20 @@ def test_all_ranks_end_after_the_same_step(tmp_path: Path) -> None:
     """Only one of them was asked."""
     assert run_ranks(2, _stopped_at, tmp_path) == [(8, signal.SIGTERM)] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000008.ckpt"]
+
+
+@pytest.mark.parametrize("stopped_by", [None, signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_joins_after_the_others_agreed_learns_their_signal(stopped_by: signal.Signals | None) -> None:
+    ranks, decisions = [GracefulStop(), GracefulStop()], list[bool]()
+    ranks[0].stopped_by = stopped_by
+
+    def decide(decision: bool, *, all: bool) -> bool:
+        decisions.append(decision)
+        return decision
+
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=decide))
+    ranks[0].on_train_end(trainer, trainer)
+    of_others = iter(decisions)
+    trainer.strategy.reduce_boolean_decision = lambda decision, all: next(of_others) or decision
+    ranks[1].on_train_end(trainer, trainer)
+    assert [stop.stopped_by for stop in ranks] == [stopped_by, stopped_by]
