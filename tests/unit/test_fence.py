@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,12 @@ def test_an_agent_stands_aside_and_ends(tmp_path: Path) -> None:
     assert old.agent.run(grace_s=0.0) == 0, "nothing of it is waited for"
     assert [path.name for path in old.root.glob("step-*")] == ["step-00000001"]
     assert not list(old.arenas.glob("*.arena"))
+
+
+@pytest.mark.parametrize(("ahead_s", "sentence"), [(3600, "3,[56]\\d\\d s from now .* set the clock"), (1, "any more")])
+def test_a_clock_that_is_behind_is_named(tmp_path: Path, ahead_s: int, sentence: str) -> None:
+    """An elastic world has the time of its host as its number."""
+    now = time.time_ns() // 1_000_000
+    enter_world(tmp_path, now + 1000 * ahead_s)
+    with pytest.raises(Superseded, match=sentence):
+        WorldMark(tmp_path).leave(now)
