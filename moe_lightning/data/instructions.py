@@ -554,6 +554,7 @@ _THOUGHT = "</think>"
 """Ends what an answer reasons within its content."""
 _ROLE_OF = {"human": "user", "gpt": "assistant"}  # ShareGPT's words
 _LONGEST_LINE = 1 << 26  # bytes
+_LARGE = 10_000_000  # bytes that take a while to read
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -571,6 +572,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         written: how a conversation becomes text.
         context_length: L.
         file_key: digest of the file.
+        lengths: int64 [n], tokens of each conversation; None: they are counted where they are needed.
 
     Attributes:
         data_key: a text that changes with the file, the choice of conversations, and the tokens of the first of them.
@@ -585,6 +587,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         context_length: int,
         *,
         file_key: str,
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         self._path = path
         self._spans = spans
@@ -592,6 +595,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         self._written = written
         self._padding = int(tokenizer.encode(written.padding)[0][-1])
         self._length = context_length
+        self._lengths = lengths
         digest = xxhash.xxh3_128(file_key.encode() + spans.tobytes())
         if len(spans):
             digest.update(self.encoded(0).tokens.tobytes())
@@ -641,7 +645,9 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         )
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each conversation, whether the context holds them or not; reads and tokenizes all."""
+        """Tokens of each conversation, whether the context holds them or not."""
+        if self._lengths is not None:
+            return self._lengths
         return np.array([len(self._tokens(index)[0]) for index in range(len(self))], dtype=np.int64)
 
     def learnable(self, most: int) -> tuple[int, list[int], int]:
@@ -790,6 +796,7 @@ class InstructionData(StepDataModule):
         self._val_samples = val_samples
         self.packing = packing
         self._split = self._packs = self._example = ""  # what is said of them
+        self._counted = "", np.zeros(0, dtype=np.int64)  # digest of the file that was checked, tokens of each of them
 
     @property
     def source(self) -> Path:
@@ -844,13 +851,18 @@ class InstructionData(StepDataModule):
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""
+        if (nbytes := self._path.stat().st_size if self._path.exists() else 0) >= _LARGE:
+            rank_zero_info(f"reading and checking all conversations of {self._path} ({nbytes / 1e6:,.0f} MB)")
+        digest, lengths = xxhash.xxh3_128(), list[int]()
         for name, _, record in records(self._path):
+            digest.update(record)
             try:
                 said = read(record)
                 self.written.check(said)
-                encode(said, self.written, self._encoder)
+                lengths.append(len(encode(said, self.written, self._encoder).tokens))
             except ValueError as error:
                 raise ConfigurationError(f"{self._path}, {name}, is not a conversation: {error}") from error
+        self._counted = digest.hexdigest(), np.array(lengths, dtype=np.int64)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the conversations and split them."""
@@ -869,11 +881,18 @@ class InstructionData(StepDataModule):
         measured = min(held_out, self._val_samples or held_out)
         self._split = f": {len(spans)} conversations, {len(spans) - held_out} for training and {held_out} held out"
         spread = np.arange(measured) * held_out // measured
+        file_key, (counted, lengths) = digest.hexdigest(), self._counted
         val, train = (
             Conversations(
-                self._path, chosen, self._encoder, self.written, self.context_length, file_key=digest.hexdigest()
+                self._path,
+                spans[chosen],
+                self._encoder,
+                self.written,
+                self.context_length,
+                file_key=file_key,
+                lengths=lengths[chosen] if counted == file_key else None,
             )
-            for chosen in (spans[np.sort(order[:held_out])[spread]], spans[np.sort(order[held_out:])])
+            for chosen in (np.sort(order[:held_out])[spread], np.sort(order[held_out:]))
         )
         example = train.example(self._first_learnable(train))
         if example != self._example:

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from moe_lightning import ConfigurationError
+from moe_lightning.data import instructions
 from moe_lightning.data.instructions import Conversation, InstructionData
 from moe_lightning.moe.losses import IGNORED_TARGET
 
@@ -213,6 +214,34 @@ def test_answers_that_lose_their_end_are_told_once(tmp_path: Path, line: dict[st
         ["context_length=30 cuts 2 of 2"] if line in (LONG, ASKS_AGAIN) and not packing else []
     )
     assert ("2 longer ones were cut at their end" in made.summary()) == packing
+
+
+def test_packing_counts_tokens_where_conversations_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instructions, "_SAMPLE", 1)
+    monkeypatch.setattr(instructions, "_LARGE", 0)
+    encode, calls = instructions.encode, list[Any]()
+    monkeypatch.setattr(instructions, "encode", lambda *arguments: calls.append(arguments) or encode(*arguments))
+    lines = [{"prompt": "p", "response": "r" * count} for count in range(1, 31)]
+    path = write(tmp_path / "many.jsonl", *lines)
+    options = {"context_length": 96, "global_batch_size": 1, "end_token": "\0", "packing": True}
+    made, alone = (InstructionData(path=path, **options) for _ in range(2))
+    made.prepare_data()
+    assert len(calls) == 30
+    made.setup()
+    assert 30 < len(calls) < 40, "the first ones are looked at"
+    calls.clear()
+    alone.setup()
+    assert len(calls) >= 30
+    assert samples_of(made) == samples_of(alone)
+    write(path, *reversed(lines))
+    made.setup()
+    alone.setup()
+    assert samples_of(made) == samples_of(alone), "of the file that is there"
+
+
+def samples_of(made: InstructionData) -> list[list[Any]]:
+    dataset: Any = made.train_dataloader().dataset
+    return [[part.tolist() for part in dataset[index]] for index in range(len(dataset))]
 
 
 def test_every_line_is_used_once_and_the_split_follows_the_seed(tmp_path: Path) -> None:
