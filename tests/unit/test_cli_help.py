@@ -15,8 +15,9 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from moe_lightning import __version__
 from moe_lightning.callbacks.monitoring import WEBHOOK_VARIABLE
-from moe_lightning.cli import train
+from moe_lightning.cli import sim, train
 from moe_lightning.cli.composition import CONFIG_DIR, as_folder_name, fixed_keys, known_keys
+from moe_lightning.cli.simulation import compose_simulation
 from moe_lightning.cli.train import is_externally_launched, main, with_ranks
 from moe_lightning.cli.training import _environment_plugins
 from moe_lightning.errors import ConfigurationError
@@ -59,6 +60,22 @@ def test_help_lists_the_users_own_recipes(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("# @package _global_\n# All my books.\n")
     assert re.search(r"\n  mine +All my books\.", _output(capsys, "--help", "--config-dir", str(tmp_path)))
+
+
+def test_help_lists_a_recipe_in_another_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_bytes("# Größe\n".encode("latin-1"))
+    assert re.search(r"^  mine +Gr", _output(capsys, "--help", "--config-dir", str(tmp_path)), re.M)
+
+
+def test_help_of_the_simulator_shows_only_keys_that_exist() -> None:
+    config = compose_simulation([])
+    for key in re.findall(r"^  (?=\S*=)(?!moe-sim)(.+?)(?:   |$)", sim._HELP, re.M):
+        for name in re.findall(r"([\w.]+)=", key):
+            node: Any = config
+            for part in name.split("."):
+                assert part in node, name
+                node = node[part]
 
 
 def test_keys_of_the_users_own_recipes_are_known(tmp_path: Path) -> None:
