@@ -141,7 +141,7 @@ def help_text(config_dir: str | None = None) -> str:
 
 def _description(path: Path) -> str:
     """The first comment of a recipe that is not Hydra's."""
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         comment = re.fullmatch(r"#\s*(.+)", line)
         if comment and not comment[1].startswith("@"):
             return comment[1]
