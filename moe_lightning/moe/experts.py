@@ -30,7 +30,7 @@ from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.kernels.interface import GATED, ExpertSort
 from moe_lightning.parallel.context import World, broadcast_
-from moe_lightning.state.tensors import BASE_DIGEST, digest_of
+from moe_lightning.state.tensors import BASE_DIGEST, digest_of, replacement
 
 BLOCK = 64
 """Numbers that share a scale."""
@@ -400,7 +400,7 @@ class Experts(private_torch.Float32Module):
                     data[slot] = whole[name][expert]
                 elif expert != VACANT:
                     data[slot] = old.data[self.slot_experts.index(expert)]
-            setattr(self, name, nn.Parameter(data, requires_grad=old.requires_grad))
+            setattr(self, name, replacement(old, data))
         self.slot_experts = wanted
         if deferred:
             self.reset_parameters()
@@ -440,7 +440,7 @@ class Experts(private_torch.Float32Module):
         other = copy.copy(self)
         other.slot_experts = tuple(range(self.num_experts))
         parameters = {
-            name: old if old is None else nn.Parameter(stacks[name], requires_grad=old.requires_grad)
+            name: old if old is None else replacement(old, stacks[name])
             for name, old in private_torch.parameters_of(self).items()
         }
         private_torch.replace_parameters(other, parameters)

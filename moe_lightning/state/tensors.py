@@ -53,11 +53,26 @@ def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
 
 @contextmanager
 def preserved_marks(module: nn.Module) -> Iterator[None]:
-    """Mark the parameters that take the places of others in a module as those were."""
-    cuts = cuts_of(module)
+    """Mark the parameters that take the places of others in a module as those were, and set their attributes."""
+    cuts, before = cuts_of(module), dict(module.named_parameters())
     yield
     for name, parameter in module.named_parameters():
+        _copy_attributes(before.get(name, parameter), parameter)
         mark(parameter, cuts.get(name))
+
+
+def replacement(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Return a parameter with these values to take the place of another one: frozen as that is, and with the attributes
+    that users set to choose groups of optimizers; without a mark.
+    """
+    other = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    _copy_attributes(parameter, other)
+    return other
+
+
+def _copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    kept = {_CUT, "_is_param", *vars(other)}  # torch has _is_param in DTensors
+    vars(other).update({name: value for name, value in vars(parameter).items() if name not in kept})
 
 
 def mark(parameter: nn.Parameter, cut: TensorCut | None) -> None:

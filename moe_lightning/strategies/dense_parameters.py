@@ -53,6 +53,7 @@ from moe_lightning.state.tensors import (
     mark,
     part_of_whole,
     preserved_marks,
+    replacement,
     whole_shape,
 )
 from moe_lightning.state.transfer import Unit, Units, install, reshard, unit_of, unit_row, without_memory
@@ -412,9 +413,7 @@ class DenseParts:
         """Replace parameters by new ones without values, in rows if the world has ranks for that."""
         module, part = self._state.module, replace(world.row_cut.part, row=0, rows=1)
         empty = {
-            p: nn.Parameter(
-                torch.empty(ways[name].shape_of(part), dtype=p.dtype, device="meta"), requires_grad=p.requires_grad
-            )
+            p: replacement(p, torch.empty(ways[name].shape_of(part), dtype=p.dtype, device="meta"))
             for name, p in before.items()
         }
         replace_parameters(module, empty)

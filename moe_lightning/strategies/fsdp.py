@@ -35,6 +35,7 @@ from moe_lightning.compat.private_lightning import trainer_of
 from moe_lightning.compat.private_torch import tree_map
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
+from moe_lightning.state.tensors import replacement
 from moe_lightning.strategies.checks import require_dense_gradients
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -239,9 +240,7 @@ def _device_mesh(world: World) -> DeviceMesh:
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Allocate memory without values for parameters on the meta device."""
     plain = [p for p in module.parameters() if p.is_meta and not isinstance(p, DTensor)]
-    replace_parameters(
-        module, {p: nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad) for p in plain}
-    )
+    replace_parameters(module, {p: replacement(p, torch.empty_like(p, device=device)) for p in plain})
 
 
 def _own_outputs(unit: nn.Module, arguments: object, output: object) -> object:

@@ -36,7 +36,7 @@ from moe_lightning.parallel.collectives import check_agreement, failing_together
 from moe_lightning.parallel.context import World, agree, all_reduce_
 from moe_lightning.parallel.mesh import Part, stage_ranks
 from moe_lightning.state.pieces import Block
-from moe_lightning.state.tensors import cut_of, cuts_of, mark, whole_shape
+from moe_lightning.state.tensors import cut_of, cuts_of, mark, replacement, whole_shape
 from moe_lightning.state.transfer import Unit, reshard, without_memory
 from moe_lightning.strategies.dense_parameters import fits_every_rank
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
@@ -306,7 +306,7 @@ class StageCut:
 def _put(part: nn.Module, name: str, values: Tensor, others: dict[nn.Parameter, nn.Parameter]) -> None:
     """Replace a parameter in all of its places."""
     before = part.get_parameter(name)
-    others.setdefault(before, nn.Parameter(values, requires_grad=before.requires_grad))
+    others.setdefault(before, replacement(before, values))
     setattr(part, name, others[before])
 
 

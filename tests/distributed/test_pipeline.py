@@ -40,6 +40,7 @@ from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from moe_lightning.parallel import exchange
 from moe_lightning.strategies.pipeline import StepLogs, log_joined
+from moe_lightning.strategies.stages import StageCut
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
 from tests.distributed.same_training import TOLERANCE, assert_same_training
@@ -411,6 +412,16 @@ class InPlace(Own):
 def test_blocks_change_hidden_states_in_place() -> None:
     (alone,) = run_pooled(1, partial(train, own_module=InPlace, accumulate=MICROS))
     assert_same_training(alone, in_stages(2, own_module=InPlace))
+
+
+def test_parameters_of_other_stages_keep_their_attributes() -> None:
+    module = Own()
+    module.out.weight.no_decay = True  # type: ignore[attr-defined]
+    cut = StageCut(module, range(1), 2)
+    cut.apply(torch.device("cpu"))
+    with cut.whole():  # as in configure_optimizers
+        assert module.out.weight.is_meta
+        assert module.out.weight.no_decay  # type: ignore[attr-defined]
 
 
 def evaluate(

@@ -196,6 +196,20 @@ class LayersInTurn(Base):
         return torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.5)
 
 
+class GroupsByAttribute(Base):
+    """Trains parameters with an attribute by a rate of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in (self.out.weight, *self.moe.experts.parameters()):
+            parameter.is_slow = True  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        slow = [p for p in self.parameters() if hasattr(p, "is_slow")]
+        fast = [p for p in self.parameters() if not hasattr(p, "is_slow")]
+        return torch.optim.SGD([{"params": slow, "lr": 0.01}, {"params": fast}], lr=0.5)
+
+
 class SparseTable(Base):
     """Gradients of the embedding are sparse."""
 
@@ -309,6 +323,7 @@ CASES = {
     ),
     "linear probe": Case(module=LinearProbe, train=tokens(24, 6)),
     "accumulated probe": Case(module=LinearProbe, train=tokens(24, 3), options={"accumulate_grad_batches": 2}),
+    "groups by attribute": Case(module=GroupsByAttribute, train=tokens(24, 6)),
     "updates every second": Case(module=UpdatesEverySecond, train=tokens(24, 6)),
     "clears every second": Case(module=ClearsEverySecond, train=tokens(24, 6)),
 }
@@ -413,6 +428,12 @@ def test_optimizers_clear_and_freeze_what_other_ranks_update(name: str) -> None:
 def test_gradients_from_before_a_step_are_summed_once(name: str, strategy: Options) -> None:
     for result in run_pooled(2, fit, name, strategy):
         assert_alike(result, stock(name), 1e-5)
+
+
+@pytest.mark.parametrize("strategy", [{"dense": "fsdp"}, slow({})])
+def test_parameters_keep_their_attributes(strategy: Options) -> None:
+    for result in run_pooled(2, fit, "groups by attribute", strategy):
+        assert_alike(result, stock("groups by attribute"), 1e-5)
 
 
 class PastLightning(TwoPlayers):

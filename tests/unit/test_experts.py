@@ -144,6 +144,14 @@ def test_moving_keeps_trained_weights_and_frozen_ones_frozen() -> None:
     assert torch.equal(experts.w_up, trained[[1]])
 
 
+def test_placing_keeps_the_attributes_of_parameters() -> None:
+    experts = make()
+    experts.w_up.no_decay = True  # type: ignore[attr-defined]
+    experts.place([4, 1], CPU)
+    assert experts.w_up.no_decay  # type: ignore[attr-defined]
+    assert not hasattr(experts.w_down, "no_decay")
+
+
 def test_an_expert_that_is_not_held_cannot_be_placed() -> None:
     experts = make(slots=[0, 2])
     with pytest.raises(ConfigurationError, match=r"holds experts \[0, 2\] .* cannot fill slots for \[1, 3\]: build"):
