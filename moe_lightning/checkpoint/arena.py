@@ -692,7 +692,8 @@ os.register_at_fork(after_in_child=_close_inherited)
 def arenas_name(name: str, run: str, node: str, root: Place) -> str:
     """Names a run's arenas on a node; nodes have names where several may share a machine or a folder. A copy of the
     run's directory has arenas of its own, wherever it lies."""
-    return "-".join(part for part in (name, run[:8], storage_of(root).identity(root), node) if part)
+    short = name.encode()[:64].decode(errors="ignore")  # names of files have 255 bytes
+    return "-".join(part for part in (short, run[:8], storage_of(root).identity(root), node) if part)
 
 
 def fallback_directory(root: Place) -> Path:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from moe_lightning.checkpoint import commit
-from moe_lightning.checkpoint.arena import arena_directory
+from moe_lightning.checkpoint.arena import arena_directory, arenas_name, existing_arenas
 from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints, claim, run_of, run_of_copies
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
@@ -189,6 +189,12 @@ def test_an_agent_outlives_a_storage_that_fails_in_the_middle(tmp_path: Path, mo
             assert made.agent._pending(), "it stays for what waits"
         made.persist()
         assert checkpoints(made.root)[0][1].step == 2
+
+
+def test_names_of_runs_may_be_long(tmp_path: Path) -> None:
+    name = arenas_name("ж" * 120, "a" * 32, "node", tmp_path)
+    made = arena_directory(name, needed_bytes=1, fallback=tmp_path, memory=tmp_path)
+    assert existing_arenas(name, tmp_path) == made
 
 
 def test_a_full_storage_keeps_nothing_of_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
