@@ -320,6 +320,10 @@ def try_commit(
                     root, held, [RankPart.parse(storage.read(held / name), str(staging)) for name in parts]
                 )
                 data = manifest.dump()
+            if not storage.attempt():  # the lock may be none, and another node have withdrawn its part
+                own = {record.path for record in manifest.files.values() if "/" not in record.path}
+                if lacking := own.difference(storage.names(held)):
+                    raise CheckpointError(f"{staging} lacks {min(lacking)}, which was withdrawn")
             return storage.commit(staging, held, data, manifest.files, partial(check_world, root, world))
 
 

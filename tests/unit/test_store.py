@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -379,6 +380,30 @@ def test_of_runs_that_begin_at_one_moment_one_gets_the_directory(tmp_path: Path)
         for thread in threads:
             thread.join()
         assert sorted([*refused, run_of(root)]) == [*"abcd"]
+
+
+def test_no_checkpoint_is_committed_whose_data_another_node_has_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As may happen on a file system without locks, between the look at the parts and the commit."""
+    assemble = commit._assemble
+
+    def withdrawn_meanwhile(root: Path, held: Path, parts: list[Any]) -> Any:
+        manifest = assemble(root, held, parts)
+        for path in held.glob("*.rank00001.*.distcp"):
+            path.unlink()
+        return manifest
+
+    with node(tmp_path) as made:
+        made.snapshot(1)
+        with monkeypatch.context() as failing:
+            failing.setattr(commit, "_assemble", withdrawn_meanwhile)
+            made.agent.serve_once()
+        assert "rank00001" in str(made.agent.status.error)
+        assert "was withdrawn" in str(made.agent.status.error)
+        assert not checkpoints(made.root)
+        made.persist()
+        assert [manifest.step for _, manifest in checkpoints(made.root)] == [1]
 
 
 def test_what_is_being_committed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
