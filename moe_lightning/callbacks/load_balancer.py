@@ -210,9 +210,11 @@ class StepCounts:
         Args:
             piece: part of the batch in a pipeline, which computes it in several micro-batches.
         """
+        if index in self._complete:  # a recomputed pass comes again, and a batch accumulated by hand follows
+            return ()
         micro, num_micros = (0, 1) if piece is None else (piece.micro, piece.num_micros)
         self._counts[index][self._batch, micro] = counts_EN
-        if not self._is_last or micro < num_micros - 1 or index in self._complete:  # a recomputed pass comes again
+        if not self._is_last or micro < num_micros - 1:
             return ()
         self._complete.add(index)
         return tuple(self._counts[index].values())
@@ -515,7 +517,8 @@ class LoadBalancer(ExpertParallelCallback):
             return
         self._costs.end_micro_batch()
         self.follower.end_micro_batch()
-        is_open = not pl_module.automatic_optimization and trainer.global_step == self._counts.updated_at
+        by_hand = not pl_module.automatic_optimization and not _strategy(trainer).update.gradients.are_uncounted
+        is_open = by_hand and trainer.global_step == self._counts.updated_at
         if is_open or private_lightning.is_accumulating(trainer):  # experts that move drop their gradients
             return
         self._counts.updated_at = trainer.global_step

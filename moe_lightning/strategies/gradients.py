@@ -163,12 +163,13 @@ class Gradients:
     Attributes:
         last_norm: of the last clipped step, over the whole model.
         has_summed: a backward pass went through the strategy, which sums gradients over ranks.
+        are_uncounted: an optimizer was stepped past Lightning, whose steps are then no measure of updates.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self.last_norm: Tensor | None = None
-        self.has_summed = False
+        self.has_summed = self.are_uncounted = False
         self._paired: tuple[int, set[object]] | None = None  # step, and one gradient of a stage that had a norm
         self._watch: RemovableHandle | None = None
         self._is_counted = False
@@ -258,6 +259,7 @@ class Gradients:
         `optimizers(use_pl_optimizer=False)`, or one inside of another.
         """
         self.end_watch()
+        self.are_uncounted = False
         self._watch = register_optimizer_step_pre_hook(self._check_counted)
 
     def end_watch(self) -> None:
@@ -278,11 +280,12 @@ class Gradients:
     def _check_counted(self, optimizer: Optimizer, *_: object) -> None:
         """Raises as `_require_summed`."""
         state = self._state
-        if self._is_counted or state.module.automatic_optimization or not state.trainer.training:
+        is_known = self._is_counted or self.are_uncounted
+        if is_known or state.module.automatic_optimization or not state.trainer.training:
             return
         if not {p for group in optimizer.param_groups for p in group["params"]}.isdisjoint(state.module.parameters()):
             self._require_summed()
-            self.end_watch()
+            self.are_uncounted = True
             rank_zero_warn(
                 f"{type(optimizer).__name__} is stepped past Lightning, which counts no step then, so what comes with "
                 "steps is left out (checkpoints, selection biases of routers, averages, checks of gradients and "

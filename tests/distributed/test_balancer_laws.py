@@ -111,6 +111,23 @@ def test_no_expert_moves_between_batches_that_are_accumulated_by_hand() -> None:
     assert_same_training(alone, ranks, "by hand")
 
 
+class SteppedPastLightning(AccumulatedByHand):
+    """Lightning counts none of its updates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(OwnModule.training_step(self, batch, batch_idx))
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_experts_move_where_lightning_counts_no_updates() -> None:
+    balancer = EAGER | {"shadows": "none", "rebalance_every": 1, "tolerance": 0.0}
+    trainer = {"gradient_clip_val": None, "max_epochs": 1}
+    options = {"own_module": SteppedPastLightning, "steps": -1, "dataset_size": 12 * 8, "trainer": trainer}
+    assert run(2, balancer, **options, strategy={"slots": 4})[0]["moved"] > 0
+
+
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [

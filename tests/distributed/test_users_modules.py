@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
@@ -453,6 +454,16 @@ class PastTheStrategy(PastLightning):
         loss.backward()
 
 
+class WatchedByOthers(PastLightning):
+    """Another hook of all updates is registered behind the strategy's."""
+
+    def on_train_start(self) -> None:
+        self.handle = register_optimizer_step_pre_hook(lambda *_: None)
+
+    def on_train_end(self) -> None:
+        self.handle.remove()
+
+
 def past_lightning(rank: int, world_size: int, kind: type[Base]) -> list[str]:
     """The warnings of such updates."""
     trainer = make_trainer(rank, world_size, {"find_unused_parameters": True}, max_epochs=1)
@@ -466,6 +477,10 @@ def test_an_update_past_lightning_is_noticed_once() -> None:
     assert run_pooled(1, past_lightning, TwoPlayers) == [[]]
     ((line,),) = run_pooled(1, past_lightning, PastTheStrategy)
     assert line.startswith("AdamW is stepped past Lightning")
+
+
+def test_other_hooks_of_updates_may_follow_the_watch() -> None:
+    assert run_pooled(1, past_lightning, WatchedByOthers) != [[]]
 
 
 def test_gradients_of_one_rank_alone_are_refused_also_past_lightning() -> None:
