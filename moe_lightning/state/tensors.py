@@ -54,10 +54,10 @@ def cuts_of(module: nn.Module) -> dict[str, TensorCut]:
 @contextmanager
 def preserved_marks(module: nn.Module) -> Iterator[None]:
     """Mark the parameters that take the places of others in a module as those were, and set their attributes."""
-    cuts, before = cuts_of(module), dict(module.named_parameters())
+    cuts, before = cuts_of(module), {name: dict(vars(p)) for name, p in module.named_parameters()}
     yield
     for name, parameter in module.named_parameters():
-        _copy_attributes(before.get(name, parameter), parameter)
+        _set_attributes(parameter, before.get(name, {}))
         mark(parameter, cuts.get(name))
 
 
@@ -66,13 +66,13 @@ def replacement(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     that users set to choose groups of optimizers; without a mark.
     """
     other = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    _copy_attributes(parameter, other)
+    _set_attributes(other, vars(parameter))
     return other
 
 
-def _copy_attributes(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    kept = {_CUT, "_is_param", *vars(other)}  # torch has _is_param in DTensors
-    vars(other).update({name: value for name, value in vars(parameter).items() if name not in kept})
+def _set_attributes(parameter: nn.Parameter, attributes: Mapping[str, object]) -> None:
+    kept = {_CUT, "_is_param", *vars(parameter)}  # torch has _is_param in DTensors
+    vars(parameter).update({name: value for name, value in attributes.items() if name not in kept})
 
 
 def mark(parameter: nn.Parameter, cut: TensorCut | None) -> None:
