@@ -50,7 +50,8 @@ class RoutingRecorder(Callback):
     drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. In a
     pipeline it has the layers of all stages, and the ranks of one.
 
-    Every rank keeps the samples in host memory, since any may be rank 0 after a fault: 4 bytes for each of the counts.
+    In an elastic run every rank keeps the samples in host memory, since any may be rank 0 after a fault: 4 bytes for
+    each of the counts.
 
     A resumed run continues the file: samples after the step that it resumes from are dropped. After a recovery on
     another number of ranks the file begins anew.
@@ -112,14 +113,17 @@ class RoutingRecorder(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         accumulating = private_lightning.is_accumulating(trainer)
         iteration = trainer.global_step + 1 if accumulating else trainer.global_step
-        stages = stages_of(trainer)
-        if (iteration - 1) % self._every:
+        stages, worlds = stages_of(trainer), getattr(trainer.strategy, "worlds", None)
+        keeps = trainer.is_global_zero or (worlds is not None and worlds.is_elastic)
+        if (iteration - 1) % self._every or not (keeps or stages.num_stages > 1):
             return
         layers = moe_layers(pl_module)
         if any(layer.statistics is None for layer in layers):  # left to run by a fault, which has dropped them
             self._running = None
             return
         counts = _counts(layers, stages)
+        if not keeps:
+            return
         self._running = counts if self._running is None else self._running + counts
         if not accumulating:
             self._samples.append(self._running.astype(np.uint32))

@@ -25,7 +25,7 @@ from tests.distributed.training import TINY
 def trainer_of(step: int, num_ranks: int) -> Any:
     layers = [SimpleNamespace(num_experts=4)]
     stages = SimpleNamespace(layers=layers, num_ranks=num_ranks, own=list)
-    strategy = SimpleNamespace(state=SimpleNamespace(stages=stages))
+    strategy = SimpleNamespace(state=SimpleNamespace(stages=stages), worlds=SimpleNamespace(is_elastic=True))
     return SimpleNamespace(global_step=step, strategy=strategy, is_global_zero=True)
 
 
