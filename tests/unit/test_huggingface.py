@@ -384,7 +384,8 @@ def test_samples_longer_than_the_positions_of_the_model_are_refused(tmp_path: Pa
     module.trainer = SimpleNamespace(datamodule=SimpleNamespace(context_length=64))
     module.setup("fit")
     module.trainer.datamodule.context_length = 65
-    with pytest.raises(ConfigurationError, match=r"data.context_length=65 exceeds the 64 positions of .*=64 or less"):
+    refusal = r"data.context_length=65 exceeds the 64 positions of .*=64 or less, or set model.overrides"
+    with pytest.raises(ConfigurationError, match=refusal):
         module.setup("fit")
 
 

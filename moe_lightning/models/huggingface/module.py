@@ -267,7 +267,7 @@ class HuggingFaceModule(SupervisedModule):
         if longest is not None and length is not None and length > longest:
             raise ConfigurationError(
                 f"data.context_length={length} exceeds the {longest} positions of {self.config.pretrained}: use "
-                f"data.context_length={longest} or less"
+                f"data.context_length={longest} or less, or set model.overrides.max_position_embeddings={length}"
             )
         needed = getattr(data, "vocab_size", 0)
         known = getattr(self.architecture.config, "vocab_size", needed)
