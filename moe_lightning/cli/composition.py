@@ -280,9 +280,12 @@ def check_config(config: Mapping[str, Any]) -> None:
         ConfigurationError: one sentence about the first thing that is wrong.
     """
     _check_urls(config)
+    trainer = config["trainer"]
+    for name in ("strategy", "callbacks", "logger", "plugins"):
+        if name in trainer:
+            raise ConfigurationError(f"trainer.{name} is given by moe-train itself: leave it out of trainer")
     for name in (*_GROUPS, *COLLECTIONS):
         check_arguments(config[name], name)
-    trainer = config["trainer"]
     if trainer.get("max_steps", -1) == -1 and trainer.get("max_epochs") == -1 and trainer.get("max_time") is None:
         raise ConfigurationError(
             "trainer.max_steps=-1 with trainer.max_epochs=-1 would train without an end: give one of them, "
@@ -299,7 +302,7 @@ def _check_urls(node: Any, key: str = "") -> None:
     elif isinstance(node, list):
         for index, child in enumerate(node):
             _check_urls(child, f"{key}[{index}]")
-    elif isinstance(node, str) and (protocol := without_storage(node)) is not None:
+    elif isinstance(node, str) and not re.search(r"\s", node) and (protocol := without_storage(node)) is not None:
         raise ConfigurationError(
             f"{typed(key)}={shown(node)} is read with {protocol}, which is no storage and may run code of what it "
             "reads: give a path, or the URL of a store such as s3://BUCKET/NAME"

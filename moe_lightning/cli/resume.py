@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,8 @@ def _recorded(path: Path) -> dict[str, Any] | None:
         with open_text(path, most_bytes=_MOST_BYTES) as file:
             text = file.read()
         if any(isinstance(event, AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            if not re.search(r"^run_dir:", text, re.MULTILINE):
+                return None
             raise ValueError("aliases")  # moe-train writes none, and few may stand for any number of values
         loaded = OmegaConf.load(io.StringIO(text))
         config = OmegaConf.to_container(loaded)

@@ -817,10 +817,19 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     if config["task"] != "train":
         return None, ""
     if config["resume"] is False and not is_going_on:
-        if not is_first or not directory.check_movable():
+        if not is_first:
             return None, ""
-        from moe_lightning.cli.training import check
+        from moe_lightning.checkpoint.directory import headings
+        from moe_lightning.cli.training import check, store_of_checkpoints
 
+        store = store_of_checkpoints(config)
+        if store is not None and headings(store):
+            raise ConfigurationError(
+                f"{store} has checkpoints, which resume=false does not delete: give another "
+                "callbacks.partial_experts_checkpoint.dirpath, or resume=true"
+            )
+        if not directory.check_movable():
+            return None, ""
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
         return place, f", the earlier run is kept in {place.name}" if place else ""

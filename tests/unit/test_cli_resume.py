@@ -238,7 +238,7 @@ def test_the_configuration_beside_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run_dir: here\n")
     assert config_of(checkpoint) == {"run_dir": "here"}
     (tmp_path / "checkpoints").mkdir()
-    for of_others in ("- seed\n", "seed: 3\ndata: /mnt/books\n"):
+    for of_others in ("- seed\n", "seed: 3\ndata: /mnt/books\n", "a: &a {lr: 1}\nb: *a\n"):
         (tmp_path / "checkpoints" / "config.yaml").write_text(of_others)
         assert config_of(checkpoint) == {"run_dir": "here"}
     (tmp_path / "config.yaml").write_text("seed: [3\n")
@@ -336,7 +336,7 @@ def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
         config_of(tmp_path / "checkpoints" / "last.ckpt")
 
 
-ALIASES = "a0: &a0 [1]\n" + "".join(
+ALIASES = "run_dir: here\na0: &a0 [1]\n" + "".join(
     f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 8)}]\n" for level in range(1, 12)
 )
 

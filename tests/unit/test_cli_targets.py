@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from torch import nn
 
-from moe_lightning.cli.composition import build_object
+from moe_lightning.cli.composition import _check_urls, build_object
 from moe_lightning.cli.targets import ALLOW_VARIABLE, located, typed_targets_allowed, without_storage
 from moe_lightning.cli.train import main
 from moe_lightning.errors import ConfigurationError
@@ -107,6 +107,18 @@ def test_a_recipe_gives_no_path_that_may_run_code(
     assert f"{key}='reference::/tmp/evil.json' is read with reference, which is no storage" in _error(
         recipe(json.dumps(inner)), capfd
     )
+
+
+def test_a_text_may_speak_of_such_protocols() -> None:
+    _check_urls({"notes": ["C++ std::dir::", "see git://somewhere and reference://"]})
+
+
+@pytest.mark.parametrize("part", ["strategy", "callbacks", "logger", "plugins"])
+def test_a_recipe_gives_the_trainer_no_part_that_moe_train_makes(
+    part: str, recipe: Callable[..., list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = _error(recipe(json.dumps({"trainer": {part: None}})), capfd)
+    assert f"trainer.{part} is given by moe-train itself" in said
 
 
 def test_parts_of_a_training_need_no_permission() -> None:
