@@ -25,7 +25,7 @@ from moe_lightning.callbacks.lost_tokens import LostTokens
 from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.contents import SnapshotContents
-from moe_lightning.checkpoint.directory import WorldMark, checkpoints, headings, run_of
+from moe_lightning.checkpoint.directory import WorldMark, checkpoints, headings, run_of, run_of_copies
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
@@ -313,8 +313,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if self._settings.lossless:
             strategy.state.require_replayable()
         begins = trainer.global_step == 0 and not strategy.elastic.has_rolled_back  # else a fault has destroyed them
-        if begins and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            strategy.decide(self._require_no_others)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            strategy.decide(self._require_no_others if begins else self._require_one_run)
         if not self._is_elastic and strategy.state.restored is not None:
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # of the state that was restored
@@ -330,9 +330,17 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if found:
             raise ConfigurationError(
                 f"{self._root} has a checkpoint of step {found[0][1].step}, this training begins at step 0, and only "
-                f'{self._settings.keep_last} checkpoints are kept: continue with ckpt_path="last", or choose another '
-                "dirpath"
+                f'{self._settings.keep_last} checkpoints are kept: continue with ckpt_path="last" '
+                f"(moe-train: resume={self._root}), or choose another dirpath"
             )
+
+    def _require_one_run(self) -> None:
+        """
+        Raises:
+            CheckpointError: copies of checkpoints of several runs, before training instead of at its first save.
+        """
+        if run_of(self._root) is None:
+            run_of_copies(self._root)
 
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -275,9 +275,12 @@ class TrainingState(State):
             )
 
     @torch.no_grad()
-    def restore_model(self, checkpoint: CheckpointSource) -> None:
+    def restore_model(self, checkpoint: CheckpointSource, *, strict: bool = True) -> None:
         """Fill parameters and buffers in place; with their averages, if the checkpoint has some and this run does not
         average.
+
+        Args:
+            strict: False leaves what the checkpoint lacks as it is.
 
         Raises:
             CheckpointError: a tensor is missing or of another shape: the checkpoint is of another model.
@@ -289,6 +292,8 @@ class TrainingState(State):
             for name, parameter in stack.saved.items():
                 # As it was written; parameters of an expert may differ in precision, and in having an average.
                 scope = next((s for s in scopes if f"{prefix}{s}/{name}" in saved), "weight")
+                if not strict and f"{prefix}{scope}/{name}" not in saved:
+                    continue
                 for slot, expert in stack.held():
                     key = checkpoint.key_at(f"expert/{layer}/{expert}/{scope}/{name}", checkpoint.first_step)
                     _restore(checkpoint, key, parameter.data[slot])
@@ -296,7 +301,9 @@ class TrainingState(State):
             if not piece.is_expert_key and not piece.is_moment:
                 average = f"{piece.key.rpartition('/')[0]}/{AVERAGE}"
                 is_averaged = AVERAGE in scopes and bool(checkpoint.keys(average))
-                _restore(checkpoint, average if is_averaged else piece.key, piece.tensor, piece.block)
+                key = average if is_averaged else piece.key
+                if strict or checkpoint.keys(key):
+                    _restore(checkpoint, key, piece.tensor, piece.block)
 
     @torch.no_grad()
     def restore_dense(self, checkpoint: CheckpointSource) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning.checkpoint.directory import has_manifest
+from moe_lightning.checkpoint.directory import checkpoints, has_manifest
 from moe_lightning.checkpoint.files import (
     CURE_OF_DAMAGE,
     PlainValues,
@@ -249,8 +249,9 @@ class Checkpoints:
         Raises:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
-        if path.name == MANIFEST:  # so `ckpt_path="last"` names it
-            path = path.parent.parent
+        if path.name == MANIFEST:  # so `ckpt_path="last"` names the newest, which may turn out to be damaged
+            newest = decided(lambda: next((str(p) for p, _ in checkpoints(path.parent.parent)), ""), world)
+            path = path.parent.parent if newest == str(path.parent) else path.parent
         if isinstance(path, Path) and not decided(path.is_dir, world):
             return self._read_file(path, world)
         restored = self._newest_for_all(path, world)
@@ -290,7 +291,7 @@ class Checkpoints:
             if strict:
                 with self._state.stages.whole_module():
                     own.require_no_others(self._restored)
-            own.restore_model(self._restored)
+            own.restore_model(self._restored, strict=strict)
             return
         if "state_dict" not in checkpoint:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")

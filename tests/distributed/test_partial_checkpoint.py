@@ -150,7 +150,7 @@ def test_a_training_that_starts_anew_deletes_no_checkpoints_of_another(root: Pat
     run(2, [saver(root)], steps=3)
     before = sorted(path.name for path, _ in checkpoints(root))
     for others in ([], [ElasticOnly()]):
-        with pytest.raises(RankFailure, match=r'checkpoint of step 3, .* begins at step 0, .* ckpt_path="last", or'):
+        with pytest.raises(RankFailure, match=r'checkpoint of step 3, .* begins at step 0, .* ckpt_path="last" .*, or'):
             run(2, [*others, saver(root)], steps=3)
     assert sorted(path.name for path, _ in checkpoints(root)) == before
     assert len(run(2, [saver(root)], steps=4, ckpt_path="last")[0]["losses"]) == 1
@@ -306,6 +306,15 @@ def test_a_strict_restore_leaves_no_weights_out(root: Path, strategy: dict[str, 
     with pytest.raises(RankFailure, match=r"has '[a-z]+/.*', which the model lacks \(\d+ unknown"):
         run_ranks(ranks, partial(evaluate, model=whole | less, is_strict=True))
     assert run_ranks(ranks, partial(evaluate, model=whole | less, is_strict=False))[0] > 0.0
+
+
+@pytest.mark.parametrize("model", [{"num_layers": 2}, slow({"bias": False})], ids=str)
+def test_a_restore_that_is_not_strict_leaves_new_weights_as_they_are(root: Path, model: dict[str, Any]) -> None:
+    run(1, [saver(root)], steps=1, strategy={}, model={"num_layers": 4, "tie_embeddings": False} | model)
+    evaluate = partial(validate, root=str(root), strategy={}, model={"num_layers": 4, "tie_embeddings": False})
+    with pytest.raises(RankFailure, match=r"has no '[a-z]+/.*': it holds"):
+        run_ranks(1, partial(evaluate, is_strict=True))
+    assert run_ranks(1, partial(evaluate, is_strict=False))[0] > 0.0
 
 
 @pytest.mark.slow
