@@ -39,13 +39,14 @@ from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.etcd import EtcdAccess
 from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
 from moe_lightning.elastic.health import NodeHealth, check_node, write_health
-from moe_lightning.elastic.membership import LAUNCHER_PID_VARIABLE, ElasticSettings, ElasticTask, worker_token
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, worker_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
 from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, loopback_of_name, read_secret
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import (
     FAILURE_FILE_VARIABLE,
     KILLED,
+    LAUNCHER_PID_VARIABLE,
     Interrupted,
     RankFailure,
     outlive_readers,

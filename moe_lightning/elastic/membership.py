@@ -265,9 +265,6 @@ _FEW_RANKS = 1024
 ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 """Set by the launcher: the JSON of an `ElasticTask`."""
 
-LAUNCHER_PID_VARIABLE = "MOE_LIGHTNING_LAUNCHER_PID"
-"""Set by the launcher for its workers: its process id."""
-
 
 @validated
 @dataclass(frozen=True, kw_only=True)
@@ -397,18 +394,17 @@ class ElasticTask:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self | None:
-        """Return the launcher's task; None without a launcher, and in a program that a worker starts.
+        """Return the launcher's task; None without a launcher.
 
         Raises:
             ConfigurationError: the variable is malformed.
         """
-        values = os.environ if environment is None else environment
-        text, launcher = values.get(ELASTIC_VARIABLE), values.get(LAUNCHER_PID_VARIABLE)
-        if text is None or launcher not in (None, str(os.getppid())):
+        text = (os.environ if environment is None else environment).get(ELASTIC_VARIABLE)
+        if text is None:
             return None
         try:
-            fields: dict[str, Any] = json.loads(text)
-            return cls(**{**fields, "settings": ElasticSettings(**fields.get("settings", {}))})
+            values: dict[str, Any] = json.loads(text)
+            return cls(**{**values, "settings": ElasticSettings(**values.get("settings", {}))})
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"{ELASTIC_VARIABLE} is malformed ({error}): leave it to the launcher") from None
 

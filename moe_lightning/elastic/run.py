@@ -26,8 +26,8 @@ from annotated_types import Interval
 from moe_lightning.arguments import OutputFolder, Parser, add_options, option, read_options, shortened
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config
 from moe_lightning.elastic.launcher import ElasticLauncher
-from moe_lightning.elastic.membership import ELASTIC_VARIABLE, LAUNCHER_PID_VARIABLE, ElasticSettings
-from moe_lightning.elastic.worker import Interrupted, leave, work
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings
+from moe_lightning.elastic.worker import LAUNCHER_PID_VARIABLE, Interrupted, leave, work
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.user_errors import report
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from typing_extensions import override
 
-from moe_lightning.elastic.membership import ELASTIC_VARIABLE, LAUNCHER_PID_VARIABLE
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
 from moe_lightning.user_errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
 
@@ -138,6 +138,9 @@ def read_failure(path: Path) -> RankFailure | None:
     except (OSError, ValueError, TypeError):
         return None
 
+
+LAUNCHER_PID_VARIABLE = "MOE_LIGHTNING_LAUNCHER_PID"
+"""Set by the launcher for its workers: its process id."""
 
 EXIT_HANGING = 75  # EX_TEMPFAIL: start me again
 

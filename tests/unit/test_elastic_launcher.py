@@ -90,7 +90,7 @@ class Machine:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop)
         logs.reify(dict(environments))
-        task = ElasticTask.from_environment({ELASTIC_VARIABLE: environments[0][ELASTIC_VARIABLE]})
+        task = ElasticTask.from_environment(environments[0])
         assert task is not None
         script = self.script(task.slot, task.starts)
         self.started.append(logs)

@@ -28,7 +28,6 @@ from moe_lightning.elastic import rendezvous_host
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.membership import (
     ELASTIC_VARIABLE,
-    LAUNCHER_PID_VARIABLE,
     MEMBERSHIPS,
     ElasticSettings,
     ElasticTask,
@@ -54,14 +53,6 @@ def test_a_task_survives_the_environment() -> None:
     )  # fmt: skip
     assert ElasticTask.from_environment(task.to_environment()) == task
     assert ElasticTask.from_environment({}) is None
-
-
-def test_a_program_that_a_worker_starts_is_no_member() -> None:
-    """It inherits the variables: as a member it would take the place of its rank."""
-    task = ElasticTask(address="none", secret_file="none", node="a")
-    for launcher, found in ((os.getppid(), task), (os.getpid(), None)):
-        environment = task.to_environment() | {LAUNCHER_PID_VARIABLE: str(launcher)}
-        assert ElasticTask.from_environment(environment) == found
 
 
 def test_the_command_has_every_setting_with_its_default() -> None:
