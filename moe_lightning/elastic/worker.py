@@ -23,16 +23,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import Literal, NoReturn
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
 from moe_lightning.user_errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_MISTAKE, sentence_of
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 FAILURE_FILE_VARIABLE = "MOE_LIGHTNING_FAILURE_FILE"
 """Path of the file for a worker's failure; set by the launcher."""
@@ -170,7 +167,7 @@ class _LastingFile(io.FileIO):
     """Output that is dropped once its reader has ended or its terminal is closed."""
 
     @override
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Buffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:

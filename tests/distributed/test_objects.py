@@ -121,6 +121,7 @@ def test_torchs_own_collectives_carry_the_same() -> None:
 
 def meet_and_send_pickle(weapon: Weapon) -> None:
     """Meet as a rank of ours does, then speak as stock Lightning's and torch's rank 0 would."""
+    all_gather_json(0, World.before_setup(torch.device("cpu")))  # the node of each rank
     check_versions(connect())
     send_pickle(weapon)
 
