@@ -65,13 +65,18 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _not_launched() -> Iterator[None]:
-    """A Trainer in the test's own process sets variables by which a later one would take itself for a launched rank."""
+    """A Trainer in the test's own process sets variables by which a later one would take itself for a launched rank,
+    and a rank at which warnings are silent.
+    """
     before = {name: os.environ.get(name) for name in _LAUNCHED}
     yield
     for name, value in before.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+    rank_zero = sys.modules.get("lightning.fabric.utilities.rank_zero")
+    if rank_zero is not None:
+        rank_zero.rank_zero_only.rank = 0
 
 
 @pytest.fixture(scope="session", autouse=True)
