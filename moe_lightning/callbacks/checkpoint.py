@@ -25,7 +25,7 @@ from moe_lightning.callbacks.lost_tokens import LostTokens
 from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.contents import SnapshotContents
-from moe_lightning.checkpoint.directory import WorldMark, checkpoints, headings, run_of, run_of_copies
+from moe_lightning.checkpoint.directory import WorldMark, continued_run, headings, newest_of, run_of
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
@@ -284,7 +284,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         def choose() -> str:
             if trainer.state.fn == "fit":
                 self.enter_root(strategy)
-            return next((str(path / MANIFEST) for path, _ in checkpoints(self._root)), "")
+            newest = newest_of(self._root)
+            return "" if newest is None else str(newest[0] / MANIFEST)
 
         # Lightning takes the candidate that was written last. Stores know that of files only, and `enter_root` writes
         # to the directory.
@@ -314,7 +315,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             strategy.state.require_replayable()
         begins = trainer.global_step == 0 and not strategy.elastic.has_rolled_back  # else a fault has destroyed them
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            strategy.decide(self._require_no_others if begins else self._require_one_run)
+            # The second refuses copies of several runs, before training instead of at its first save.
+            strategy.decide(self._require_no_others if begins else partial(continued_run, self._root))
         if not self._is_elastic and strategy.state.restored is not None:
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # of the state that was restored
@@ -333,14 +335,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
                 f'{self._settings.keep_last} checkpoints are kept: continue with ckpt_path="last" '
                 f"(moe-train: resume={self._root}), or choose another dirpath"
             )
-
-    def _require_one_run(self) -> None:
-        """
-        Raises:
-            CheckpointError: copies of checkpoints of several runs, before training instead of at its first save.
-        """
-        if run_of(self._root) is None:
-            run_of_copies(self._root)
 
     @override
     def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

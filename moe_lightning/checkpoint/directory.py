@@ -183,13 +183,15 @@ def run_of(root: Place) -> str | None:
     return runs.pop()
 
 
-def run_of_copies(root: Place) -> str | None:
-    """Return the run of the checkpoints in a directory that is recorded to belong to none, such as copies; None where
-    there are none.
+def continued_run(root: Place) -> str | None:
+    """Return the run that a directory belongs to, or that of its checkpoints where none is recorded, as with copies.
 
     Raises:
-        CheckpointError: they are of several runs.
+        CheckpointError: the checkpoints are of several runs.
     """
+    recorded = run_of(root)
+    if recorded is not None:
+        return recorded
     runs = {heading.run for _, heading in headings(root)}
     if len(runs) > 1:
         raise CheckpointError(
@@ -254,10 +256,10 @@ def claim(root: Place, run: str) -> None:
             raise CheckpointError(f"another run has begun to save to {root}: choose another directory")
 
 
-def newest_of(root: Place, session: str, *, before: float = math.inf) -> tuple[Place, Manifest] | None:
-    """Return the newest checkpoint of a session before a step: the one that experts are carried over from."""
+def newest_of(root: Place, session: str | None = None, *, before: float = math.inf) -> tuple[Place, Manifest] | None:
+    """Return the newest checkpoint before a step, of a session if one is given: experts are carried over from it."""
     for path, heading in headings(root):
-        if heading.session == session and heading.step < before:
+        if session in (None, heading.session) and heading.step < before:
             with contextlib.suppress(CheckpointError, OSError):
                 return path, _read_once(path, _version_of(path))
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning.checkpoint.directory import checkpoints, has_manifest
+from moe_lightning.checkpoint.directory import has_manifest, newest_of
 from moe_lightning.checkpoint.files import (
     CURE_OF_DAMAGE,
     PlainValues,
@@ -250,8 +251,7 @@ class Checkpoints:
             CheckpointError: it is missing, damaged, or holds objects that only unsafe unpickling could read.
         """
         if path.name == MANIFEST:  # so `ckpt_path="last"` names the newest, which may turn out to be damaged
-            newest = decided(lambda: next((str(p) for p, _ in checkpoints(path.parent.parent)), ""), world)
-            path = path.parent.parent if newest == str(path.parent) else path.parent
+            path = path.parent.parent if decided(partial(_is_newest, path.parent), world) else path.parent
         if isinstance(path, Path) and not decided(path.is_dir, world):
             return self._read_file(path, world)
         restored = self._newest_for_all(path, world)
@@ -431,6 +431,11 @@ def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, 
             time.sleep(0.01)
         else:
             return checkpoint, leases
+
+
+def _is_newest(path: Place) -> bool:
+    newest = newest_of(path.parent)
+    return newest is not None and newest[0] == path
 
 
 def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
