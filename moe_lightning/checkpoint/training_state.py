@@ -285,10 +285,9 @@ class TrainingState(State):
         Raises:
             CheckpointError: a tensor is missing or of another shape: the checkpoint is of another model.
         """
-        scopes = SCOPES_OF_A_MODEL[self.averages is not None :]
+        scopes, saved = SCOPES_OF_A_MODEL[self.averages is not None :], {*checkpoint.keys()}
         for layer, stack in enumerate(self.stacks):
             prefix = f"expert/{layer}/0/"
-            saved = {*checkpoint.keys(prefix)}
             for name, parameter in stack.saved.items():
                 # As it was written; parameters of an expert may differ in precision, and in having an average.
                 scope = next((s for s in scopes if f"{prefix}{s}/{name}" in saved), "weight")
@@ -300,9 +299,8 @@ class TrainingState(State):
         for piece in self.pieces():
             if not piece.is_expert_key and not piece.is_moment:
                 average = f"{piece.key.rpartition('/')[0]}/{AVERAGE}"
-                is_averaged = AVERAGE in scopes and bool(checkpoint.keys(average))
-                key = average if is_averaged else piece.key
-                if strict or checkpoint.keys(key):
+                key = average if AVERAGE in scopes and average in saved else piece.key
+                if strict or key in saved:
                     _restore(checkpoint, key, piece.tensor, piece.block)
 
     @torch.no_grad()

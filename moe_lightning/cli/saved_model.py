@@ -206,19 +206,17 @@ class _Directory:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint.verify()
-        self._checkpoint, self.path = checkpoint, checkpoint.path
+        self._checkpoint, self.path, self._keys = checkpoint, checkpoint.path, {*checkpoint.keys()}
         self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
 
     def dense(self, name: str) -> Tensor:
         prefix = f"dense/{_MODEL}{name}/"
-        keys = set(self._checkpoint.keys(prefix))
-        scope = next((s for s in (*SCOPES_OF_A_MODEL, "buffer") if f"{prefix}{s}" in keys), "weight")
+        scope = next((s for s in (*SCOPES_OF_A_MODEL, "buffer") if f"{prefix}{s}" in self._keys), "weight")
         return self._checkpoint.read(f"{prefix}{scope}")
 
     def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
         prefix = f"expert/{index}/0/"
-        saved = {*self._checkpoint.keys(prefix)}
-        scope = next((s for s in SCOPES_OF_A_MODEL if f"{prefix}{s}/{name}" in saved), "weight")
+        scope = next((s for s in SCOPES_OF_A_MODEL if f"{prefix}{s}/{name}" in self._keys), "weight")
         keys = (f"expert/{index}/{expert}/{scope}/{name}" for expert in range(num_experts))
         return torch.stack([self._checkpoint.read_first(key) for key in keys])
 
