@@ -425,9 +425,8 @@ def _with_adapter(network: Any, folder: Path) -> Any:
         from peft import PeftModel
     except ImportError as error:
         raise ConfigurationError(f"{folder} is an adapter: pip install 'moe-lightning[peft]'") from error
-    if not (
-        folder / _ADAPTER_WEIGHTS
-    ).is_file():  # peft would take a pickle, or those of a model of that name on the Hub
+    # peft would take a pickle, or those of a model of that name on the Hub.
+    if not (folder / _ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is an adapter without {_ADAPTER_WEIGHTS}: get the folder again")
     with warnings.catch_warnings():  # of patterns that peft makes itself, and of names that transformers has changed
         warnings.simplefilter("ignore")

@@ -158,11 +158,11 @@ class SupervisedModule(pl.LightningModule):
             assert isinstance(places, Tensor)
             self._attended = ((2 * places + 1) * batch[2]).sum()
         of_sources = {} if self.training else self._targets_by_source(batch[1], name)
-        is_own = getattr(self.loss, "__func__", None) is not SupervisedModule.loss
-        if is_own or not of_sources:
-            loss, losses = self.loss(batch), self._losses(batch, list(of_sources.values())) if of_sources else []
-        else:  # of the same logits
-            loss, *losses = self._losses(batch, [batch[1], *of_sources.values()])
+        if of_sources and getattr(self.loss, "__func__", None) is SupervisedModule.loss:
+            loss, *losses = self._losses(batch, [batch[1], *of_sources.values()])  # of the same logits
+        else:
+            loss = self.loss(batch)
+            losses = self._losses(batch, [*of_sources.values()]) if of_sources else []
         count = num_targets(batch[1])
         if self.training:
             shared = global_mean(self, loss, count)

@@ -252,9 +252,8 @@ class PlacedExperts:
             self._drop_shadows()
         pairs = zip(self.layers, self.stacks, strict=True)
         idle = [stack for layer, stack in pairs if not layer.take_has_run()]
-        self._replica_sum(
-            idle if self.module.automatic_optimization else self.stacks
-        )  # by hand a step has several sums
+        by_hand = not self.module.automatic_optimization  # a step has several sums then
+        self._replica_sum(self.stacks if by_hand else idle)
 
     def set_speeds(self, speeds: IntArray | None) -> None:
         """Split tokens by the speeds of the ranks from the next step on; the same on every rank."""

@@ -159,7 +159,7 @@ class Planned(Exception):
 
 
 class Waiting(FixedWorld):
-    """Of a process that was started again while the others train."""
+    """World of a process that was started again while the others train."""
 
     is_newcomer = True
 

@@ -260,10 +260,8 @@ class HuggingFaceModule(SupervisedModule):
         data = getattr(self.trainer, "datamodule", None)
         if getattr(data, "packing", False):
             check_packing(self.architecture.config, getattr(data, "context_length", self.config.context_length))
-        longest, length = (
-            getattr(self.architecture.config, "max_position_embeddings", None),
-            getattr(data, "context_length", None),
-        )
+        longest = getattr(self.architecture.config, "max_position_embeddings", None)
+        length = getattr(data, "context_length", None)
         if longest is not None and length is not None and length > longest:
             raise ConfigurationError(
                 f"data.context_length={length} exceeds the {longest} positions of {self.config.pretrained}: use "
