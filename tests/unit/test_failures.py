@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, FileStore, PrefixStore  # type: ignore[attr-defined]
 
+from moe_lightning.parallel import context
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import failures
 from moe_lightning.strategies.failures import Failure
@@ -25,6 +26,7 @@ def test_a_rank_does_not_wait_for_the_store_of_one_that_has_ended(
     store.set("a", "b")
     store.set_timeout(timedelta(minutes=30))
     monkeypatch.setattr(failures, "common_store", lambda: store)
+    monkeypatch.setattr(context, "_SOON", timedelta(seconds=0.1))
     lost = DistBackendError("Connection closed by peer")
     shutil.rmtree(folder)  # rank 0's
     world = World(rank=1, size=2, device=torch.device("cpu"))
