@@ -21,6 +21,7 @@ from moe_lightning.errors import ConfigurationError, LossSpikeError, StateDamage
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.watch import limit_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback
+from tests.agents import ForkedAgent
 from tests.chaos.elastic_worker import state_digests
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import Numbered, OwnModule, RandomTokens, Warned, make_trainer
@@ -272,7 +273,10 @@ def test_where_experts_have_just_moved_the_update_alone_is_left_out(tmp_path: Pa
 
 
 @pytest.mark.parametrize("lossless", [False, slow(True)])
-def test_a_checkpoint_after_a_rollback_holds_nothing_of_the_updates_before(lossless: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_after_a_rollback_holds_nothing_of_the_updates_before(
+    lossless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.start_agent", ForkedAgent)
     options: dict[str, Any] = {"every_n_steps": 1, "k_snapshot": 1, "save_on_train_end": False, "timeout_s": 120.0}
     saver = PartialExpertsCheckpoint(str(tmp_path), lossless=lossless, **options)
     guard = SpikeGuard(every_n_steps=EVERY)

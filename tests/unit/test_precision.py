@@ -20,6 +20,7 @@ from moe_lightning.models.gpt import GPTConfig, Rotary
 from moe_lightning.moe.router import Router, RouterConfig
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageCut
+from tests.agents import ForkedAgent
 from tests.distributed.training import quiet_trainer
 from tests.huggingface_models import export, make_checkpoint, reloaded
 
@@ -150,8 +151,9 @@ class Momenta(Module):
 @pytest.mark.filterwarnings("ignore:Precision bf16-true")
 @pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
 def test_moments_follow_the_weights_into_another_precision(
-    make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+    make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.start_agent", ForkedAgent)
     checkpoints = PartialExpertsCheckpoint(str(tmp_path / "checkpoints"), every_n_steps=1)
     fit(Momenta(make), tmp_path, "bf16-true", 2, callbacks=[checkpoints])
     trainer = fit(Momenta(make), tmp_path, "32-true", 4, ckpt_path=tmp_path / "checkpoints")
