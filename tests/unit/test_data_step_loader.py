@@ -479,16 +479,16 @@ def fit(path: Path, resume: Path | None = None, limit: int | None = None, **opti
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("limit", [None, 3])
-@pytest.mark.parametrize("saved_after", [2, 3, 5, 6, 7])
 @pytest.mark.parametrize("until", [{"max_epochs": 3}, {"max_steps": 9}])
 def test_a_resumed_fit_sees_exactly_the_remaining_batches(
-    tmp_path: Path, saved_after: int, limit: int | None, until: dict[str, int]
+    tmp_path: Path, limit: int | None, until: dict[str, int]
 ) -> None:
     whole = fit(tmp_path, limit=limit, **until).trained
     keep = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(tmp_path, max_steps=saved_after, limit=limit, callbacks=[keep], enable_checkpointing=True)
-    resumed = fit(tmp_path, limit=limit, resume=tmp_path / f"step={saved_after}.ckpt", **until)
-    assert resumed.trained == whole[saved_after:]
+    fit(tmp_path, max_steps=7, limit=limit, callbacks=[keep], enable_checkpointing=True)
+    for saved_after in (2, 3, 5, 6, 7):
+        resumed = fit(tmp_path, limit=limit, resume=tmp_path / f"step={saved_after}.ckpt", **until)
+        assert resumed.trained == whole[saved_after:]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
