@@ -34,7 +34,7 @@ class Impatient(pl.Callback):
 
 def _fit(folder: Path, stop: GracefulStop, impatient: Impatient, *, rank: int = 0, ranks: int = 1) -> pl.Trainer:
     callbacks = [stop, impatient, LatestCheckpoint(folder, every_n_train_steps=100)]
-    options = {"max_steps": 40, "log_every_n_steps": 4, "enable_checkpointing": True}
+    options = {"max_steps": 12, "log_every_n_steps": 4, "enable_checkpointing": True}
     trainer = make_trainer(rank, ranks, callbacks=callbacks, **options)
     trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(96), batch_size=12))
     return trainer
@@ -65,7 +65,7 @@ def test_a_stop_does_not_wait_for_validation(tmp_path: Path) -> None:
     validated: list[int] = []
     count = pl.callbacks.LambdaCallback(on_validation_start=lambda trainer, _: validated.append(trainer.global_step))
     callbacks = [GracefulStop(), Impatient(5), count, LatestCheckpoint(tmp_path, every_n_train_steps=100)]
-    trainer = make_trainer(0, 1, callbacks=callbacks, max_steps=40, enable_checkpointing=True, val_check_interval=4)
+    trainer = make_trainer(0, 1, callbacks=callbacks, max_steps=12, enable_checkpointing=True, val_check_interval=4)
     loaders = [DataLoader(RandomTokens(96), batch_size=12) for _ in range(2)]
     trainer.fit(GPTModule(TINY), *loaders)
     assert trainer.global_step == 6
@@ -74,10 +74,10 @@ def test_a_stop_does_not_wait_for_validation(tmp_path: Path) -> None:
     assert trainer.limit_val_batches == 1.0
 
 
-@pytest.mark.parametrize("least", [{"min_steps": 30}, {"min_epochs": 2}])
+@pytest.mark.parametrize("least", [{"min_steps": 10}, {"min_epochs": 2}])
 def test_a_stop_does_not_wait_for_the_least_training(tmp_path: Path, least: dict[str, int]) -> None:
     callbacks = [GracefulStop(), Impatient(5, signals=[signal.SIGTERM])]
-    trainer = make_trainer(0, 1, callbacks=callbacks, max_steps=40, **least)
+    trainer = make_trainer(0, 1, callbacks=callbacks, max_steps=12, **least)
     trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(96), batch_size=12))
     assert trainer.global_step == 6
     assert least.items() <= {"min_steps": trainer.min_steps, "min_epochs": trainer.min_epochs}.items()
@@ -93,7 +93,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 def test_without_a_signal_nothing_stops(tmp_path: Path) -> None:
     stop = GracefulStop()
-    assert _fit(tmp_path, stop, Impatient()).global_step == 40
+    assert _fit(tmp_path, stop, Impatient()).global_step == 12
     assert stop.stopped_by is None
 
 
