@@ -9,6 +9,7 @@ import time
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,12 @@ def test_all_ranks_have_the_steps_that_the_first_one_chooses(calls_per_step: int
     """torch's record has room for 2,000 collectives, and other ranks may be a step ahead or behind."""
     step_ns, room = 10**8, 2000
 
+    marks = [(step * step_ns + i * step_ns // 4, step, p) for step in range(200) for i, p in enumerate(PHASES)]
+    calls = [Begun("all", n, n * step_ns // calls_per_step) for n in range(200 * calls_per_step)]
+
     def record(until_ns: int) -> tuple[list[tuple[int, int, str]], list[Begun]]:
-        marks = [(step * step_ns + i * step_ns // 4, step, p) for step in range(200) for i, p in enumerate(PHASES)]
-        calls = [Begun("all", n, n * step_ns // calls_per_step) for n in range(200 * calls_per_step)]
-        calls = [call for call in calls if call.at <= until_ns][-room:]
-        return [mark for mark in marks if mark[0] <= until_ns], calls
+        begun = calls[: bisect(calls, until_ns, key=attrgetter("at"))]
+        return marks[: bisect(marks, until_ns, key=itemgetter(0))], begun[-room:]
 
     for now in range(100 * step_ns, 101 * step_ns, step_ns // 7):
         chosen = newest_steps(*record(now), ranks)
