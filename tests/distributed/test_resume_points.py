@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,12 +59,17 @@ def fit(limit: dict[str, int], *callbacks: Any, **options: Any) -> dict[str, Any
         return train(0, 1, trainer=trainer, callbacks=callbacks, **options)
 
 
+@cache
+def undisturbed(limit: str) -> dict[str, Any]:
+    return fit(LIMITS[limit][1])
+
+
 @pytest.mark.parametrize("save", [save if save == "after a step" else slow(save) for save in SAVES])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_run_goes_on_with_the_next_batch(limit: str, save: str, tmp_path: Path) -> None:
     first, whole_run = LIMITS[limit]
     validate = save == "after a validation"
-    whole = fit(whole_run, validate=validate)
+    whole = fit(whole_run, validate=True) if validate else undisturbed(limit)
     saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **SAVES[save])  # type: ignore[arg-type]
     fit(first, saver, validate=validate)
     saved = sorted(tmp_path.glob("*.ckpt"))
@@ -78,7 +84,7 @@ def test_a_run_goes_on_with_the_next_batch(limit: str, save: str, tmp_path: Path
 
 @pytest.mark.parametrize("steps", [STEPS_OF_EPOCH - 1, STEPS_OF_EPOCH, 2 * STEPS_OF_EPOCH])
 def test_a_finished_run_can_be_made_longer(steps: int, tmp_path: Path) -> None:
-    whole = fit({"max_steps": 20})
+    whole = undisturbed("max_steps")
     path = str(tmp_path / "end.ckpt")
     fit({"max_steps": steps}, save_to=path)
     resumed = fit({"max_steps": 20}, ckpt_path=path)
