@@ -115,7 +115,7 @@ MODULES = {
 def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], micros: int = 1) -> dict[str, Any]:
     recorder = Recorder()
     trainer = make_trainer(
-        rank, world_size, strategy, callbacks=[recorder], max_steps=20, accumulate_grad_batches=micros
+        rank, world_size, strategy, callbacks=[recorder], max_steps=6, accumulate_grad_batches=micros
     )
     data = RandomTokens(45) if kind.startswith("sum") else Masked()
     held_out = None if kind.startswith(("sum", "plain")) else DataLoader(Masked(13), batch_size=6)
