@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities import imports
+from lightning.fabric.utilities import imports, move_data_to_device
 from lightning.fabric.utilities.types import _Stateful as StatefulLoader
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -681,6 +681,47 @@ def load_callbacks(trainer: pl.Trainer, dump: dict[str, Any], *, is_checkpoint: 
     if is_checkpoint:
         call._call_callbacks_on_load_checkpoint(trainer, dump)
     call._call_callbacks_load_state_dict(trainer, dump)
+
+
+MONITORED = "monitored"
+"""Key of what `monitored` returns."""
+
+_OF_SAVERS = {"_last_global_step_saved": 0, "_last_checkpoint_saved": "", "_defer_save_until_validation": False}
+"""What a ModelCheckpoint decides by besides its state, and its value in a new process."""
+
+
+def monitored(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the logged values by which callbacks and schedulers decide, and what ModelCheckpoints decide by besides
+    their states: in a recovery all ranks need the same. No checkpoint of Lightning's has them, and no public name sets
+    them. Values of the running hook are left out, because reading them may reduce them over the ranks.
+    """
+    metrics = move_data_to_device(trainer._logger_connector._callback_metrics, "cpu")
+    savers = {saver.state_key: {name: getattr(saver, name) for name in _OF_SAVERS} for saver in _savers(trainer)}
+    return {"metrics": metrics, "savers": savers}
+
+
+def load_monitored(trainer: pl.Trainer, known: dict[str, Any]) -> None:
+    """Restore what `monitored` has returned; an empty dictionary: what a new process has."""
+    metrics, savers = known.get("metrics", {}), known.get("savers", {})
+    trainer._logger_connector._callback_metrics = move_data_to_device(metrics, trainer.strategy.root_device)
+    for saver in _savers(trainer):
+        vars(saver).update(savers.get(saver.state_key, _OF_SAVERS))
+
+
+def share_folders(trainer: pl.Trainer, share: Callable[[list[Any]], list[Any]]) -> None:
+    """Let ModelCheckpoints write to the folders of another rank, as their hook `setup` does, which a rank that joins
+    has run alone. No public method does it again.
+
+    Args:
+        share: returns the value of that rank; collective.
+    """
+    savers = _savers(trainer)
+    for saver, folder in zip(savers, share([saver.dirpath for saver in savers]), strict=True):
+        saver.dirpath = folder
+
+
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]  # type: ignore[attr-defined]
 
 
 def wrap(outer: CheckpointIO, inner: CheckpointIO) -> None:

@@ -168,6 +168,7 @@ class Checkpoints:
             kept = {key: value for key, value in dump.items() if key not in tensors}
             # Lightning looks for both keys before it asks the strategy, which reads them from the directory.
             kept |= {"state_dict": {}, "optimizer_states": [{} for _ in self._state.optimizers]}
+            kept[private_lightning.MONITORED] = private_lightning.monitored(trainer)  # for a recovery that returns here
             self._add_positions(kept)
             objects |= {"trainer": kept} | self._state.training_state().objects()
 

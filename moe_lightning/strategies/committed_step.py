@@ -82,15 +82,19 @@ class FitProgress:
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
             _PRECISION: self.precision,
             _CALLBACKS: private_lightning.callback_states(trainer),
+            private_lightning.MONITORED: private_lightning.monitored(trainer),
         }
         plain, _ = PlainValues(AS_PLAIN).convert(progress)
         return dict(plain)
 
     @classmethod
     def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
-        """Load another rank's progress, and the state of its callbacks if this rank has none of the run."""
+        """Load another rank's progress, and if this rank has nothing of the run, the state of its callbacks with what
+        they monitor.
+        """
         if with_callbacks:
             private_lightning.load_callbacks(trainer, dump, is_checkpoint=False)
+            private_lightning.load_monitored(trainer, dump[private_lightning.MONITORED])
         return cls(
             step=dump["step"],
             loops=dump[_LOOPS],
@@ -102,10 +106,11 @@ class FitProgress:
 
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
-        """Load the progress in a checkpoint of Lightning's, with the state of the callbacks; `restore` it, then call
-        `with_dues`.
+        """Load the progress in a checkpoint of Lightning's, with the state of the callbacks and what they monitor;
+        `restore` it, then call `with_dues`.
         """
         private_lightning.load_callbacks(trainer, dump, is_checkpoint=True)
+        private_lightning.load_monitored(trainer, dump.get(private_lightning.MONITORED, {}))
         private_lightning.correct_progress(dump["loops"]["fit_loop"])
         return cls(
             step=dump["global_step"],
@@ -383,6 +388,7 @@ class CommittedStep:
     def receive(self, plan: RecoveryPlan, world: World) -> None:
         """Take the version of a plan, and the fit loop's progress there from a rank that has it; collective."""
         self.version, trainer = plan.resumes_at, self._state.trainer
+        private_lightning.share_folders(trainer, lambda folders: broadcast_object(folders, 0, world))
         if plan.level == "live":
             is_live = world.rank in plan.live_ranks
             self.progress = shared_progress(self.progress, trainer, plan.version, world, is_live=is_live)

@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from benchmarks.recovery_probability import recovery_probabilities
 from moe_lightning.callbacks.load_balancer import LoadBalancer
@@ -125,13 +125,35 @@ def test_a_fault_before_the_first_step_validates_nothing(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_newcomers_validate_with_those_who_did_before(tmp_path: Path) -> None:
-    """They make their loaders while they set up, so that no barrier of it meets the others' messages."""
-    options: dict[str, Any] = {"validate": True, "trainer_options": {"check_val_every_n_epoch": 2}}
+    """They make their loaders while they set up, so that no barrier of it meets the others' messages. The epoch in
+    which they join ends without a validation of its own, and learning rates follow the one before.
+    """
+    options: dict[str, Any] = {"validate": True, "plateau": True, "trainer_options": {"check_val_every_n_epoch": 2}}
     kills, holds = [Kill(worker=1, step=18, place="forward")], [Hold(step=20, ranks=2)]
     with elastic_run(tmp_path, workers=2, steps=34, kills=kills, holds=holds, **options) as run:
         run.supervise(restart=range(2))
         assert_same_losses(run, reference(34, **options))
         assert run.validations().keys() == {16, 32}
+        assert run.assert_replicas_equal() > 0
+
+
+def best_and_last(folder: Path) -> list[pl.Callback]:
+    saver = ModelCheckpoint(folder / "best", monitor="val/loss", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    return [saver]
+
+
+@pytest.mark.slow
+def test_newcomers_save_with_those_who_did_before(tmp_path: Path) -> None:
+    """They know the loss of a validation that was before them, without which nothing is saved."""
+    options: dict[str, Any] = {"validate": True, "callbacks": best_and_last}
+    options["trainer_options"] = {"check_val_every_n_epoch": 2, "enable_checkpointing": True}
+    kills, holds = [Kill(worker=1, step=18, place="forward")], [Hold(step=20, ranks=2)]
+    with elastic_run(tmp_path, workers=2, steps=24, kills=kills, holds=holds, **options) as run:
+        run.supervise(restart=range(2))
+        assert run.kills_done() == 1
+        assert_same_losses(run, reference(24, **options))
+    steps = {int(path.stem.rpartition("=")[2]) for path in (tmp_path / "best").glob("epoch=*.ckpt")}
+    assert steps >= {*range(17, 25)}
 
 
 class Stopping(pl.Callback):

@@ -115,7 +115,9 @@ ATTRIBUTES = {
         "_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector",
     },
     "lightning.pytorch.LightningModule": {"_compiler_ctx", "_current_fx_name", "_trainer"},
-    "lightning.pytorch.callbacks.ModelCheckpoint": {"_last_global_step_saved"},
+    "lightning.pytorch.callbacks.ModelCheckpoint": {
+        "_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved",
+    },
     "lightning.pytorch.callbacks.WeightAveraging": {
         "_average_model", "_device", "_kwargs", "_latest_update_step", "_use_buffers",
     },
@@ -133,7 +135,9 @@ ATTRIBUTES = {
     "lightning.pytorch.plugins.io.AsyncCheckpointIO": {"_checkpoint_io", "_error", "_executor"},
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {"use_distributed_sampler"},
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {"_first_loop_iter"},
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {
+        "_callback_metrics", "_first_loop_iter",
+    },
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {"_module_info", "_post_load_hook_handle"},
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
@@ -443,6 +447,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_leave_validation_out",
         "_let_clipping_call",
         "_requeue_is_due",
+        "_savers",
         "_undo_group",
         "_validates_by_time",
     }

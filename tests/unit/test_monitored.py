@@ -1,0 +1,60 @@
+"""What callbacks and schedulers decide by is alike on all ranks after a recovery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from moe_lightning.compat import private_lightning
+from moe_lightning.strategies.committed_step import FitProgress
+from moe_lightning.strategies.step_data import LOADERS_KEY
+
+
+def trainer_of(folder: Path, **values: float) -> pl.Trainer:
+    """With values that are logged, and a ModelCheckpoint that has saved if there are some."""
+    saver = ModelCheckpoint(folder, monitor="val/loss")
+    if values:
+        saver._last_global_step_saved, saver._last_checkpoint_saved = 7, "step-7.ckpt"
+        saver._defer_save_until_validation = True
+    trainer = pl.Trainer(logger=False, accelerator="cpu", devices=1, callbacks=[saver], enable_progress_bar=False)
+    trainer.callback_metrics.update({f"val/{name}": torch.tensor(value) for name, value in values.items()})
+    return trainer
+
+
+def test_a_rank_that_joins_decides_by_what_the_others_decide_by(tmp_path: Path) -> None:
+    old, new = trainer_of(tmp_path, loss=2.0), trainer_of(tmp_path)
+    dump = FitProgress(step=7, loops={}, loaders=[], lr_schedulers=[]).dump(old)
+    FitProgress.adopt(dump, new, with_callbacks=True)
+    assert new.callback_metrics == old.callback_metrics == {"val/loss": torch.tensor(2.0)}
+    assert private_lightning.monitored(new) == private_lightning.monitored(old)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_ranks_decide_by_what_was_there_at_the_step_that_is_restored(tmp_path: Path, knows: bool) -> None:
+    dump: dict[str, Any] = {
+        "global_step": 5,
+        "loops": {"fit_loop": fit_loop_state()},
+        LOADERS_KEY: [],
+        "lr_schedulers": [],
+    }
+    saved = trainer_of(tmp_path, loss=3.0) if knows else trainer_of(tmp_path)
+    if knows:
+        dump[private_lightning.MONITORED] = private_lightning.monitored(saved)
+    for trainer in (trainer_of(tmp_path, loss=2.0, other=1.0), trainer_of(tmp_path)):  # a survivor, and one that joins
+        FitProgress.from_checkpoint(dump, trainer)
+        assert private_lightning.monitored(trainer) == private_lightning.monitored(saved)
+
+
+def fit_loop_state() -> dict[str, Any]:
+    return pl.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False).fit_loop.state_dict()
+
+
+def test_checkpoints_of_a_rank_that_joins_go_where_those_of_the_others_go(tmp_path: Path) -> None:
+    new = trainer_of(tmp_path / "version_1")
+    private_lightning.share_folders(new, lambda _: [str(tmp_path / "version_0")])
+    assert new.checkpoint_callback.dirpath == str(tmp_path / "version_0")  # type: ignore[union-attr]
