@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.compat import private_lightning
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_routing_trace
@@ -48,7 +47,8 @@ from moe_lightning.strategies.worlds import ExpertParallelCallback
 class RoutingRecorder(Callback):
     """Writes an .npz with `counts` [samples, layers, ranks, experts], the assignments of every sampled step before any
     drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. In a
-    pipeline it has the layers of all stages, and the ranks of one.
+    pipeline it has the layers of all stages, and the ranks of one. Under manual optimization a sample has all batches
+    up to an update, and the number of its first optimizer step.
 
     In an elastic run every rank keeps the samples in host memory, since any may be rank 0 after a fault: 4 bytes for
     each of the counts.
@@ -72,6 +72,7 @@ class RoutingRecorder(Callback):
         self._iterations: list[int] = []
         self._running: NDArray[np.int64] | None = None
         self._is_recording = False
+        self._begun, self._before = 0, -1  # steps that were done when this step began, and when the one before did
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -84,6 +85,7 @@ class RoutingRecorder(Callback):
                 "give them equally many"
             )
         self._running = None
+        self._begun, self._before = trainer.global_step, trainer.global_step - 1
         shape = (len(layers), stages.num_ranks, experts.pop())
         if self._is_recording:
             self._go_on(trainer.global_step, shape)
@@ -111,11 +113,15 @@ class RoutingRecorder(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        accumulating = private_lightning.is_accumulating(trainer)
-        iteration = trainer.global_step + 1 if accumulating else trainer.global_step
+        begun, end, update = self._begun, trainer.global_step, getattr(trainer.strategy, "update", None)
+        if update is not None and update.gradients.are_uncounted:
+            end = begun + 1
+        is_due = begun // self._every > self._before // self._every
+        if end > begun:
+            self._begun, self._before = end, begun
         stages, worlds = stages_of(trainer), getattr(trainer.strategy, "worlds", None)
         keeps = trainer.is_global_zero or (worlds is not None and worlds.is_elastic)
-        if (iteration - 1) % self._every or not (keeps or stages.num_stages > 1):
+        if not is_due or not (keeps or stages.num_stages > 1):
             return
         layers = moe_layers(pl_module)
         if any(layer.statistics is None for layer in layers):  # left to run by a fault, which has dropped them
@@ -125,9 +131,9 @@ class RoutingRecorder(Callback):
         if not keeps:
             return
         self._running = counts if self._running is None else self._running + counts
-        if not accumulating:
+        if end > begun:
             self._samples.append(self._running.astype(np.uint32))
-            self._iterations.append(iteration)
+            self._iterations.append(begun + 1)
             self._running = None
 
     @override

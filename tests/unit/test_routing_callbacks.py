@@ -68,6 +68,41 @@ def test_a_recorder_keeps_the_samples_of_a_rank_that_becomes_the_first(
         assert archive["iteration"].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("steps", "every", "iterations", "batches"),
+    [
+        ([2 * batch for batch in range(1, 21)], 10, [1, 11, 21, 31], 1),  # of two optimizers
+        ([2 * batch for batch in range(1, 11)], 5, [1, 7, 11, 17], 1),
+        ([batch // 4 for batch in range(1, 13)], 1, [1, 2, 3], 4),  # accumulated by hand
+        ([batch // 4 for batch in range(1, 13)], 2, [1, 3], 4),
+    ],
+)
+def test_a_sample_is_of_the_batches_between_two_updates(
+    monkeypatch: pytest.MonkeyPatch, steps: list[int], every: int, iterations: list[int], batches: int
+) -> None:
+    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)  # as under manual optimization
+    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
+    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
+    recorder, trainer, module = RoutingRecorder("r.npz", every_n_steps=every), trainer_of(0, 2), Any
+    recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
+    for trainer.global_step in steps:
+        recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+    assert recorder._iterations == iterations
+    assert all((sample == batches).all() for sample in recorder._samples)
+
+
+def test_updates_past_lightning_are_steps_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)
+    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
+    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
+    recorder, trainer, module = RoutingRecorder("r.npz", every_n_steps=2), trainer_of(0, 2), Any
+    trainer.strategy.update = SimpleNamespace(gradients=SimpleNamespace(are_uncounted=True))
+    recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
+    for _ in range(4):
+        recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+    assert recorder._iterations == [1, 3]
+
+
 def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
