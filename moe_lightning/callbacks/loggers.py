@@ -161,8 +161,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         project, name, save_dir: as in WandbLogger.
         log_model: checkpoints as artifacts, partial ones too, uploaded beside training: true for the last one when
             training ends, "all" as they are written (of several that wait for their upload, the newest). `best` is the
-            first after the lowest validation loss. Offline `wandb sync` uploads them, from copies in save_dir/wandb or
-            WANDB_DATA_DIR.
+            first after the lowest validation loss; one that is complete only after a later validation has no loss.
+            Offline `wandb sync` uploads them, from copies in save_dir/wandb or WANDB_DATA_DIR.
         offline: true or false; None: offline unless WANDB_MODE is set or an API key is known.
         group: runs that W&B shows together; None: WANDB_RUN_GROUP, which a multirun of moe-train sets.
         tags: to find the run by.
@@ -195,7 +195,7 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         private_lightning.drop_wandb_option(self, "anonymous")
         self._log_checkpoints = log_model
         self._checkpoint: Place | None = None
-        self._loss = math.inf  # of the last validation
+        self._loss, self._validated = math.inf, 0  # of the last validation, and the step it was logged with
         self._uploads: CheckpointUploads | None = None
         self._counter, self._best = Path(save_dir) / _STEP, Path(save_dir) / _BEST
         self._rows = 0
@@ -204,7 +204,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics; the validation loss decides which checkpoint is the best one."""
-        self._loss = float(metrics.get("val/loss", self._loss))
+        if "val/loss" in metrics:
+            self._loss, self._validated = float(metrics["val/loss"]), step or 0
         super().log_metrics(metrics, step)
         self._rows += 1
         self._counter.write_text(f"{self._rows}\n")
@@ -240,7 +241,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
             self._uploads.finish()
 
     def _upload(self, path: Place) -> None:
-        self._open_uploads().log(path, {"val/loss": self._loss} if math.isfinite(self._loss) else {})
+        is_known = math.isfinite(self._loss) and self._validated <= (step_of(path) or math.inf)
+        self._open_uploads().log(path, {"val/loss": self._loss} if is_known else {})
 
     def _open_uploads(self) -> CheckpointUploads:
         if self._uploads is None:
@@ -353,6 +355,12 @@ def checkpoint_metadata(manifest: Manifest) -> dict[str, Any]:
     return metadata | ({"plt": manifest.extra["plt"]} if "plt" in manifest.extra else {})
 
 
+def step_of(checkpoint: Place) -> int:
+    """Return the step in the name of a checkpoint; 0 without one."""
+    found = re.search(r"step[-=](\d+)", checkpoint.name)
+    return int(found[1]) if found else 0
+
+
 def files_of(checkpoint: Place) -> tuple[dict[str, Place], dict[str, Any]]:
     """Return the files of an artifact by their names in it, and its metadata.
 
@@ -363,8 +371,7 @@ def files_of(checkpoint: Place) -> tuple[dict[str, Place], dict[str, Any]]:
         CheckpointError, OSError: the checkpoint is damaged, or has been pruned.
     """
     if isinstance(checkpoint, Path) and checkpoint.is_file():
-        found = re.search(r"step[-=](\d+)", checkpoint.name)
-        return {checkpoint.name: checkpoint}, {"step": int(found[1]) if found else 0}
+        return {checkpoint.name: checkpoint}, {"step": step_of(checkpoint)}
     manifest, root = read_manifest(checkpoint), _straight(checkpoint.parent)
     names = [MANIFEST, *(record.path for record in manifest.files.values())]
     places = [_straight(checkpoint / name) for name in names]  # ../step-.../file where links cannot be made

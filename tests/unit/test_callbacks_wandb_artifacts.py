@@ -200,3 +200,20 @@ def test_a_checkpoint_that_gave_way_leaves_the_best_to_the_next(
     run.may_log.clear()
     log_after(monkeypatch, tmp_path, run, {1: 2.0, 2: 1.5, 3: None})
     assert best_steps(run)[-1] == 3
+
+
+def test_a_checkpoint_from_before_a_validation_has_not_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of step 1200 is complete when 1500 is saved; the validation was at 1251."""
+    monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger.log_metrics", lambda *_: None)
+    run = Run()
+    logger = QuietWandbLogger(save_dir=str(tmp_path), offline=True, log_model="all")
+    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
+    monkeypatch.setattr(logger, "_open_uploads", lambda: uploads)
+    logger.log_metrics({"val/loss": 1.0}, 1250)
+    for step in (1200, 1500):
+        logger.log_checkpoint(checkpoint(tmp_path, step))
+        uploads.finish()
+    assert [metadata.get("val/loss") for _, _, metadata, _ in run.logged] == [None, 1.0]
+    assert best_steps(run) == [1500]
