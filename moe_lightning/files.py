@@ -17,8 +17,8 @@ import fcntl
 import hashlib
 import io
 import os
+import secrets
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -163,16 +163,26 @@ def follow_umask(path: Path) -> None:
         path.chmod(stat.S_IMODE(example.stat().st_mode))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file of UTF-8 text that is there as a whole or as it was, also if several machines write it at once; a
-    link is replaced, not followed."""
-    draft = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file that takes the place of `path` at the end, and is removed after an error.
+
+    So `path` is there as a whole or as it was, also if several machines write it at once; a link is replaced, not
+    followed.
+    """
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        yield staged
+        os.rename(staged, path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text as `replacing` does."""
+    with replacing(path) as staged:
+        staged.write_text(text, encoding="utf-8")
 
 
 def append_rows(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -18,7 +18,6 @@ import operator
 import os
 import pickle
 import re
-import secrets
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 from moe_lightning.checkpoint.storage.interface import sync_directory
 from moe_lightning.compat.containers import Rebuilt
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from moe_lightning.files import check_written, open_regular
+from moe_lightning.files import check_written, open_regular, replacing
 
 SUFFIX = ".ckpt"
 
@@ -564,26 +563,19 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
     torch and stock Lightning read it.
 
-
     Raises:
         OSError: the storage failed; what was written is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left_over in path.parent.glob(f".{glob.escape(path.name)}.*.new"):  # by a process that died while it wrote
         left_over.unlink(missing_ok=True)
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
-    try:
-        with open(staged, "wb") as file:
-            target = ChecksummedFile(file)
-            try:
-                torch.save(checkpoint, cast(IO[bytes], target))  # it needs write and flush only
-            except RuntimeError as error:
-                raise target.error or error from error
-            target.finish()
-        os.rename(staged, path)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
+    with replacing(path) as staged, open(staged, "wb") as file:
+        target = ChecksummedFile(file)
+        try:
+            torch.save(checkpoint, cast(IO[bytes], target))  # it needs write and flush only
+        except RuntimeError as error:
+            raise target.error or error from error
+        target.finish()
     sync_directory(path.parent)
 
 

@@ -36,7 +36,7 @@ from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.files import save_safetensors
+from moe_lightning.files import replacing, save_safetensors
 from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
 
 T = TypeVar("T")
@@ -204,12 +204,8 @@ def _write(tensors: dict[str, torch.Tensor], target: Place, metadata: dict[str, 
     if tokenizer is not None:
         _check_free(tokenizer_beside(target))
     if isinstance(target, Path):
-        staged = target.with_name(f".{target.name}.{os.getpid()}.new")
-        try:
+        with replacing(target) as staged:
             save_safetensors(tensors, staged, metadata)
-            os.rename(staged, target)
-        finally:
-            staged.unlink(missing_ok=True)
     else:
         storage_of(target).write(target, [save(tensors, metadata=metadata)])
     if tokenizer is not None:

@@ -15,9 +15,7 @@ Shapes: B samples, L positions, T = B * L tokens, K choices, layers in the order
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import replacing
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.moe.router import Router
 
@@ -59,12 +58,8 @@ class TokenRange:
 def write_tokens(folder: Path, tokens: TokenRange, expert_ids: Tensor) -> None:
     """Write [samples, positions, layers, K], whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    staged = folder / f".{tokens.name}.{secrets.token_hex(6)}"
-    try:
+    with replacing(folder / tokens.name) as staged:
         save_file({"expert_ids": expert_ids.to(torch.int16).contiguous()}, staged)
-        os.replace(staged, folder / tokens.name)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def read_samples(folder: Path, wanted: TokenRange, count: int) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.errors import CheckpointError
-from moe_lightning.files import NO_LOCKS
+from moe_lightning.files import NO_LOCKS, replacing
 
 Place = PurePath
 """A `pathlib.Path`, or a `URL`."""
@@ -243,16 +242,10 @@ def directory_lock(root: Path, *, name: str = ".lock") -> Iterator[None]:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file whole or not at all, on disk when this returns."""
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(6)}.new")
-    try:
-        with open(staged, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(staged, path)
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
+    with replacing(path) as staged, open(staged, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     sync_directory(path.parent)
 
 

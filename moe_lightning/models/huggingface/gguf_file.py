@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import read_text
+from moe_lightning.files import read_text, replacing
 from moe_lightning.hub import CHAT_TEMPLATE, GENERATION
 from moe_lightning.models.huggingface.export import Export
 
@@ -91,18 +90,17 @@ def write_gguf(
     Raises:
         ConfigurationError: llama.cpp has no such tokenizer.
     """
-    staged = path.with_name(f".{path.name}.{os.getpid()}.new")
-    writer = gguf.GGUFWriter(staged, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[export.config.model_type].arch])
-    writer.add_name(path.stem)
-    _add_options(writer, export)
-    _add_tokenizer(writer, tokenizer, export.config)
-    types = dict[str, torch.dtype]()
-    for name, shape in _shapes(export, dense):
-        is_small = len(shape) == 1 or ".ffn_gate_inp." in name  # llama.cpp keeps norms and routers in float32
-        types[name] = torch.float32 if is_small else export.dtype
-        size = math.prod(shape) * types[name].itemsize
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=_TYPES[types[name]][0])
-    try:
+    with replacing(path) as staged:
+        writer = gguf.GGUFWriter(staged, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[export.config.model_type].arch])
+        writer.add_name(path.stem)
+        _add_options(writer, export)
+        _add_tokenizer(writer, tokenizer, export.config)
+        types = dict[str, torch.dtype]()
+        for name, shape in _shapes(export, dense):
+            is_small = len(shape) == 1 or ".ffn_gate_inp." in name  # llama.cpp keeps norms and routers in float32
+            types[name] = torch.float32 if is_small else export.dtype
+            size = math.prod(shape) * types[name].itemsize
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=_TYPES[types[name]][0])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -110,9 +108,6 @@ def write_gguf(
             stored = tensor.detach().to(device="cpu", dtype=types[name]).contiguous()
             writer.write_tensor_data(stored.view(torch.uint8).numpy())  # numpy has no bfloat16
         writer.close()
-        os.rename(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
     return path.stat().st_size
 
 
