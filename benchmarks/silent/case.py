@@ -120,19 +120,19 @@ class Case:
 
     Attributes:
         id: short name.
-        kind: one of `KINDS`.
+        kind: one of `KINDS`; empty: `KIND` of its module.
         report: repository#number, read at its source.
         symptom: what happened there, in our words.
         subject: what is run.
         fault: that of the report, which the comparison must see; None for a refused combination.
         doctor: words that the parity doctor's sentence must have under the fault; empty: it is out of its reach.
-        beyond: why it is.
+        beyond: why it is; empty: `BEYOND` of its module, if it has one.
         refused: words of the sentence that refuses the combination; empty: it runs.
         limits: see `Limits`.
     """
 
     id: str
-    kind: str
+    kind: str = ""
     report: str
     symptom: str
     subject: Training | Check

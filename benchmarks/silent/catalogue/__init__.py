@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.silent import matrix
 from benchmarks.silent.case import Case
 from benchmarks.silent.catalogue import data, export, gradients, norms, products, routing, saving, tensor
 from benchmarks.silent.compositions import PREFIX, composition
 
 CASES: dict[str, Case] = {
-    case.id: case for part in (norms, gradients, tensor, routing, products, data, saving, export) for case in part.CASES
+    case.id: replace(case, kind=case.kind or part.KIND, beyond=case.beyond or vars(part).get("BEYOND", ""))
+    for part in (norms, gradients, tensor, routing, products, data, saving, export)
+    for case in part.CASES
 }
 
 

@@ -46,7 +46,6 @@ def _first(batch: Any) -> Any:
 CASES = (
     Case(
         id="micro-batches-of-unequal-targets",
-        kind=KIND,
         report="meta-pytorch/torchtune#1875",
         symptom="with accumulation the mean of means is not the mean over targets",
         subject=Training(batch_size=5, data=UnequalTokens, trainer={"accumulate_grad_batches": 3}),
@@ -55,7 +54,6 @@ CASES = (
     ),
     Case(
         id="ranks-of-unequal-targets",
-        kind=KIND,
         report="PrimeIntellect-ai/prime-rl#1960",
         symptom="a rank with few targets counts as much as one with many",
         subject=Training(data=UnequalTokens),
@@ -64,7 +62,6 @@ CASES = (
     ),
     Case(
         id="unequal-targets-in-micro-batches-of-ranks",
-        kind=KIND,
         report="pytorch/torchtitan#2206",
         symptom="losses are divided by the targets of a rank's micro-batch instead of those of the step",
         subject=Training(ranks=4, data=UnequalTokens, trainer={"accumulate_grad_batches": 2}, strategy={"replicas": 2}),
@@ -73,7 +70,6 @@ CASES = (
     ),
     Case(
         id="samples-that-ranks-do-not-divide",
-        kind=KIND,
         report="huggingface/transformers#608",
         symptom="13 samples are 7 and 6 on two ranks, whose means count alike",
         subject=Training(batch_size=7),
@@ -82,7 +78,6 @@ CASES = (
     ),
     Case(
         id="ranks-without-samples",
-        kind=KIND,
         report="pytorch/pytorch#42577",
         symptom="ranks that have run out of samples take part in the collectives of the others, and must add nothing",
         subject=Training(data=OneMore, model=BIASED),
@@ -91,7 +86,6 @@ CASES = (
     ),
     Case(
         id="fewer-samples-than-ranks",
-        kind=KIND,
         report="pytorch/pytorch#67253",
         symptom="ranks with other numbers of samples are averaged as if they had the same",
         subject=Training(ranks=4, batch_size=3),
@@ -99,7 +93,6 @@ CASES = (
     ),
     Case(
         id="short-last-batch",
-        kind=KIND,
         report="keras-team/keras#20241",
         symptom="with accumulation the short last batch of an epoch counts as a full one",
         subject=Training(data=FewTokens, trainer={"accumulate_grad_batches": 2}),
@@ -108,7 +101,6 @@ CASES = (
     ),
     Case(
         id="documents-see-each-other",
-        kind=KIND,
         report="huggingface/nanoVLM#204",
         symptom="a packed document attends to those before it, and its positions do not begin at zero",
         subject=Training(data=PackedTokens),
@@ -117,7 +109,6 @@ CASES = (
     ),
     Case(
         id="padding-reaches-experts",
-        kind=KIND,
         report="AI-Hypercomputer/maxtext#3699",
         symptom="padded rows are not masked inside the experts, and give biases a gradient",
         subject=Training(data=PaddedTokens),
@@ -126,7 +117,6 @@ CASES = (
     ),
     Case(
         id="validation-times-ranks",
-        kind=KIND,
         report="huggingface/transformers#48167",
         symptom="the validation loss is as many times too large as ranks share a sequence",
         subject=Training(validates=True, strategy={"mesh": {"cp": 2}}, data=UnequalTokens),
@@ -135,7 +125,6 @@ CASES = (
     ),
     Case(
         id="samples-come-twice",
-        kind=KIND,
         report="k2-fsa/icefall#1616",
         symptom="all ranks get the same batches, because nothing tells the sampler of them",
         subject=Training(),

@@ -141,7 +141,6 @@ ACCUMULATED = {"accumulate_grad_batches": 3}
 CASES = (
     Case(
         id="hsdp-replicas-not-summed",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#3135",
         symptom="the group of copies of shards was lost, so copies of HSDP train apart",
         subject=Training(ranks=4, strategy={"dense": "hsdp", "shard_size": 2}),
@@ -150,7 +149,6 @@ CASES = (
     ),
     Case(
         id="expert-replicas-not-summed",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#5916",
         symptom="copies of an expert on several ranks each train on the tokens of their own",
         subject=Training(strategy={"replicas": 2}),
@@ -159,7 +157,6 @@ CASES = (
     ),
     Case(
         id="expert-gradients-doubled",
-        kind=KIND,
         report="pytorch/pytorch#160285",
         symptom="with two expert-parallel ranks gradients of experts are exactly twice those of one, at equal losses",
         subject=Training(),
@@ -168,7 +165,6 @@ CASES = (
     ),
     Case(
         id="expert-gradients-divided",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#5956",
         symptom="gradients of experts lack, or have twice, the division by the number of expert-parallel ranks",
         subject=Training(ranks=4),
@@ -177,7 +173,6 @@ CASES = (
     ),
     Case(
         id="token-gradients-stay-away",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#1260",
         symptom="the backward pass keeps this rank's part only, so tokens lose the gradient of experts on other ranks",
         subject=Training(),
@@ -186,7 +181,6 @@ CASES = (
     ),
     Case(
         id="idle-experts-skip-the-update",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#2995",
         symptom="experts without a token have no gradient, and so neither weight decay nor decay of their moments",
         subject=Training(module=Idle, model={"router": {"bias_update_rate": 0.001}}),
@@ -195,7 +189,6 @@ CASES = (
     ),
     Case(
         id="manual-passes-not-summed",
-        kind=KIND,
         report="Lightning-AI/pytorch-lightning#9237",
         symptom="gradients of backward passes by hand are not those of all ranks",
         subject=Training(module=Manual, optimizers=2, strategy={"replicas": 2}),
@@ -204,7 +197,6 @@ CASES = (
     ),
     Case(
         id="manual-passes-summed-twice",
-        kind=KIND,
         report="Lightning-AI/pytorch-lightning#4976",
         symptom="several backward passes of one step: what was summed by the first is summed again with the second",
         subject=Training(module=Manual, optimizers=2, strategy={"dense": "fsdp"}),
@@ -213,7 +205,6 @@ CASES = (
     ),
     Case(
         id="experts-below-tensor-parallelism",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#7165",
         symptom="gradients of experts are scaled by the size of the dense layers' group, not by that of their own",
         subject=Training(ranks=4, strategy={"mesh": {"tp": 2}}),
@@ -222,7 +213,6 @@ CASES = (
     ),
     Case(
         id="only-the-last-micro-batch",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#3530",
         symptom="gradients of all micro-batches but the last are dropped; the loss looks right",
         subject=Training(trainer=ACCUMULATED),
@@ -231,7 +221,6 @@ CASES = (
     ),
     Case(
         id="earlier-micro-batches-not-summed",
-        kind=KIND,
         report="pytorch/pytorch#69031",
         symptom="with accumulation only parameters of the last pass are summed over ranks; earlier ones stay apart",
         subject=Training(trainer=ACCUMULATED, strategy={"replicas": 2}),
@@ -240,7 +229,6 @@ CASES = (
     ),
     Case(
         id="earlier-micro-batches-scaled-again",
-        kind=KIND,
         report="ISEEKYAN/Megatron-LM#70",
         symptom="the scale of experts is applied with every micro-batch, to what earlier ones have left as well",
         subject=Training(trainer=ACCUMULATED),
@@ -249,7 +237,6 @@ CASES = (
     ),
     Case(
         id="learning-rate-of-each-rank",
-        kind=KIND,
         report="karpathy/nanochat#857",
         symptom="ranks compute the learning rate from their own progress in the data, and update copies differently",
         subject=Training(strategy={"replicas": 2}),
@@ -258,7 +245,6 @@ CASES = (
     ),
     Case(
         id="tied-head-not-added",
-        kind=KIND,
         report="paiml/entrenar#314",
         symptom="a tied matrix is updated by the gradient of the embedding and that of the head apart",
         subject=Training(model={"tie_embeddings": True}, strategy={"dense": "fsdp"}),
@@ -267,7 +253,6 @@ CASES = (
     ),
     Case(
         id="tied-stages-train-apart",
-        kind=KIND,
         report="uw-syfi/piper#13",
         symptom="a matrix that two pipeline stages share is copied, and its gradients are not summed",
         subject=Training(model={"tie_embeddings": True}, strategy={"mesh": {"pp": 2}}),
@@ -275,7 +260,6 @@ CASES = (
     ),
     Case(
         id="unfrozen-parts-not-summed",
-        kind=KIND,
         report="Lightning-AI/pytorch-lightning#20340",
         symptom="layers that a callback unfreezes later are not in DDP's buckets, and differ between ranks",
         subject=Training(module=Unfrozen),
@@ -284,7 +268,6 @@ CASES = (
     ),
     Case(
         id="recompute-draws-other-noise",
-        kind=KIND,
         report="allenai/OLMo-core#828",
         symptom="dropout draws another mask when a block is computed again, so gradients are of another loss",
         subject=Training(model={"dropout": 0.2}, callbacks=lambda: [RecomputeDense()], reference="one rank"),
@@ -293,7 +276,6 @@ CASES = (
     ),
     Case(
         id="shared-expert-of-own-positions",
-        kind=KIND,
         report="vllm-project/vllm#37856",
         symptom="a shared expert that is cut over ranks sees one rank's positions only",
         subject=Training(model={"num_shared_experts": 1}, strategy={"mesh": {"tp": 2}}),
@@ -302,7 +284,6 @@ CASES = (
     ),
     Case(
         id="adapters-of-one-rank",
-        kind=KIND,
         report="hao-ai-lab/FastVideo#1666",
         symptom="adapters that were added late are in no sum over ranks, and train apart",
         subject=Training(module=Adapted, strategy={"replicas": 2}),

@@ -144,7 +144,6 @@ class ByHand(Language):
 CASES = (
     Case(
         id="norm-of-own-experts",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#3816",
         symptom="every expert-parallel group clips by a norm of its own, and shared dense weights drift apart",
         subject=Training(trainer=CLIPPED),
@@ -153,7 +152,6 @@ CASES = (
     ),
     Case(
         id="norm-averaged-over-ranks",
-        kind=KIND,
         report="deepspeedai/DeepSpeed#8475",
         symptom="norms of ranks that hold other experts are averaged, so the factor depends on where experts lie",
         subject=Training(trainer=CLIPPED),
@@ -162,7 +160,6 @@ CASES = (
     ),
     Case(
         id="norm-without-experts",
-        kind=KIND,
         report="deepspeedai/DeepSpeed#8613",
         symptom="the clipping norm is that of shared parameters alone, so every gradient is clipped too little",
         subject=Training(trainer=CLIPPED),
@@ -171,7 +168,6 @@ CASES = (
     ),
     Case(
         id="norm-counts-copies",
-        kind=KIND,
         report="ROCm/TransformerEngine#715",
         symptom="weights that every rank holds count once for each rank: the norm is 1.4 to 1.5 times too large",
         subject=Training(trainer=CLIPPED, strategy={"mesh": {"tp": 2}}),
@@ -180,7 +176,6 @@ CASES = (
     ),
     Case(
         id="norm-counts-expert-replicas",
-        kind=KIND,
         report="pytorch/pytorch#88955",
         symptom="gradients that are not sharded count as often as there are ranks",
         subject=Training(trainer=CLIPPED, strategy={"replicas": 2}),
@@ -189,7 +184,6 @@ CASES = (
     ),
     Case(
         id="norm-counts-copies-of-shards",
-        kind=KIND,
         report="ByteDance-Seed/VeOmni#184",
         symptom="under HSDP the norm is summed over copies of shards, too, and grows with their number",
         subject=Training(trainer=CLIPPED, ranks=4, strategy={"dense": "hsdp", "shard_size": 2}),
@@ -198,7 +192,6 @@ CASES = (
     ),
     Case(
         id="norm-in-half-precision",
-        kind=KIND,
         report="pytorch/pytorch#194033",
         symptom="norms of gradients in bfloat16 are added in bfloat16, so the norm depends on how ranks divide them",
         subject=Check(ranks=2, function=_norms_of_bfloat16),
@@ -207,7 +200,6 @@ CASES = (
     ),
     Case(
         id="norms-of-two-optimizers",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#785",
         symptom="dense weights and experts are clipped apart, each by its own norm, once experts are parallel",
         subject=Training(trainer=CLIPPED, ranks=4),
@@ -216,7 +208,6 @@ CASES = (
     ),
     Case(
         id="norm-under-tensor-parallelism",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#5916",
         symptom="with tensor and expert parallelism the norm leaves some experts out, and clips too little",
         subject=Training(trainer=CLIPPED, ranks=4, strategy={"mesh": {"tp": 2}}),
@@ -225,7 +216,6 @@ CASES = (
     ),
     Case(
         id="norm-of-own-shards",
-        kind=KIND,
         report="pytorch/pytorch#170862",
         symptom="clipping under FSDP2 takes the norm of this rank's shards",
         subject=Training(trainer=CLIPPED, strategy={"dense": "fsdp"}),
@@ -234,7 +224,6 @@ CASES = (
     ),
     Case(
         id="norm-of-norms",
-        kind=KIND,
         report="laekov/fastmoe#65",
         symptom="norms of experts are summed over ranks where their squares should be",
         subject=Training(trainer=CLIPPED, ranks=4),
@@ -243,7 +232,6 @@ CASES = (
     ),
     Case(
         id="no-clipping-in-a-pipeline",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#576",
         symptom="clipping is left out under pipeline and tensor parallelism",
         subject=Training(trainer=CLIPPED, strategy={"mesh": {"pp": 2}}, model=NO_BALANCE),
@@ -252,7 +240,6 @@ CASES = (
     ),
     Case(
         id="values-clipped-per-shard",
-        kind=KIND,
         report="meta-pytorch/torchrec#4388",
         symptom="clipping by value was not possible for shards, whose elements it treats one by one",
         subject=Training(
@@ -263,7 +250,6 @@ CASES = (
     ),
     Case(
         id="norm-on-a-rank-without-experts",
-        kind=KIND,
         report="NVIDIA-NeMo/Megatron-Bridge#852",
         symptom="some ranks have none of the parameters, and leave out a part of the norm's computation",
         subject=Training(trainer=CLIPPED, strategy={"placement": [[1, 0]] * 4}),
@@ -272,7 +258,6 @@ CASES = (
     ),
     Case(
         id="norm-with-idle-experts",
-        kind=KIND,
         report="deepspeedai/DeepSpeed#8476",
         symptom="ranks whose experts were not used have no gradients of experts, and take another path for the norm",
         subject=Training(trainer=CLIPPED, module=Idle, model={"router": {"bias_update_rate": 0.001}}),
@@ -281,7 +266,6 @@ CASES = (
     ),
     Case(
         id="norms-in-manual-optimization",
-        kind=KIND,
         report="Lightning-AI/pytorch-lightning#6328",
         symptom="gradient_clip_val does nothing under manual optimization, and who clips by hand does so on each rank",
         subject=Training(module=Manual, optimizers=2),
@@ -290,7 +274,6 @@ CASES = (
     ),
     Case(
         id="largest-element-as-norm",
-        kind=KIND,
         report="pytorch/pytorch#73405",
         symptom="an infinity norm needs a maximum over ranks, where others need a sum of powers",
         subject=Training(module=ByHand),

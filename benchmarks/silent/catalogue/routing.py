@@ -16,7 +16,7 @@ from benchmarks.silent.model import Biased, PaddedTokens, Poisoned, PoisonedToke
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.randomness import SampleStream
 
-GRADIENTS, STATE = "router gradients", "routing state"
+KIND, STATE = "router gradients", "routing state"
 ACCUMULATED = {"accumulate_grad_batches": 3}
 BALANCED = {"router": {"aux_loss_coef": 0.1, "z_loss_coef": 0.01}}
 BIASED = {"router": {"bias_update_rate": 0.02, "score": "sigmoid", "aux_loss_coef": 0.0}}
@@ -189,7 +189,6 @@ def _counts_stay(trainer: Any, module: Any) -> None:
 CASES = (
     Case(
         id="router-detached-from-the-loss",
-        kind=GRADIENTS,
         report="NVIDIA-NeMo/Automodel#2995",
         symptom="routing weights pass a gather without a gradient: the router learns from auxiliary losses alone",
         subject=Training(),
@@ -198,7 +197,6 @@ CASES = (
     ),
     Case(
         id="router-gradient-of-own-experts",
-        kind=GRADIENTS,
         report="huggingface/transformers#48205",
         symptom="each rank's gradient of the scores covers its own experts, and the parts are never summed",
         subject=Training(),
@@ -207,7 +205,6 @@ CASES = (
     ),
     Case(
         id="router-gradient-of-empty-places",
-        kind=GRADIENTS,
         report="huggingface/transformers#48687",
         symptom="places that hold no assignment give the router a gradient, but count for nothing in the loss",
         subject=Training(data=PaddedTokens),
@@ -216,7 +213,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-without-gradient",
-        kind=GRADIENTS,
         report="NVIDIA-NeMo/Automodel#1408",
         symptom="the balancing loss is logged, but its gradient never reaches the router",
         subject=Training(model=BALANCED),
@@ -225,7 +221,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-of-each-micro-batch",
-        kind=GRADIENTS,
         report="NVIDIA-NeMo/Automodel#3359",
         symptom="the balancing loss enters every micro-batch undivided, and weighs as often as gradients accumulate",
         subject=Training(model=BALANCED, trainer=ACCUMULATED),
@@ -234,7 +229,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-of-unequal-micro-batches",
-        kind=GRADIENTS,
         report="NVIDIA/Megatron-LM#7213",
         symptom="counts of all micro-batches so far are divided by the tokens of the present one",
         subject=Training(model={"router": {"aux_loss_coef": 0.1}}, data=PaddedTokens, trainer=ACCUMULATED),
@@ -243,7 +237,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-times-tensor-ranks",
-        kind=GRADIENTS,
         report="NVIDIA/Megatron-LM#5047",
         symptom="balancing and z losses are scaled by a number of tokens that depends on the tensor-parallel size",
         subject=Training(model=BALANCED, strategy={"mesh": {"tp": 2}}),
@@ -252,7 +245,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-of-own-counts",
-        kind=GRADIENTS,
         report="NVIDIA/Megatron-LM#3768",
         symptom="variants of the balancing loss, over ranks or over the batch, push with different strength",
         subject=Training(model=BALANCED),
@@ -261,7 +253,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-times-tokens",
-        kind=GRADIENTS,
         report="verl-project/verl#6609",
         symptom="under context parallelism gradients of balancing and z losses lack the division by tokens",
         subject=Training(model=BALANCED, strategy={"mesh": {"cp": 2}}),
@@ -270,7 +261,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-counts-padding",
-        kind=GRADIENTS,
         report="NVIDIA/Megatron-LM#2121",
         symptom="padding counts in the means of the balancing and z losses",
         subject=Training(model=BALANCED, data=PaddedTokens),
@@ -279,7 +269,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-counts-padding-of-tensor-ranks",
-        kind=GRADIENTS,
         report="NVIDIA/Megatron-LM#7452",
         symptom="with padding under sequence parallelism a local count becomes a global one, and the gradient doubles",
         subject=Training(model=BALANCED, data=PaddedTokens, strategy={"mesh": {"tp": 2}}),
@@ -288,7 +277,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-counts-padding-of-sequence-parts",
-        kind=GRADIENTS,
         report="modelscope/ms-swift#10181",
         symptom="padding of sequences that are split over ranks enters the balancing loss, and real tokens leave it",
         subject=Training(model=BALANCED, data=PaddedTokens, strategy={"mesh": {"cp": 2}}),
@@ -297,7 +285,6 @@ CASES = (
     ),
     Case(
         id="balance-loss-added-twice",
-        kind=GRADIENTS,
         report="modelscope/ms-swift#5375",
         symptom="the model adds the balancing loss to its own, and the trainer adds it again",
         subject=Training(model=BALANCED, strategy={"dense": "fsdp"}),
@@ -306,7 +293,6 @@ CASES = (
     ),
     Case(
         id="z-loss-without-gradient",
-        kind=GRADIENTS,
         report="NVIDIA/Megatron-LM#1652",
         symptom="the z-loss is divided by tokens that were counted already, and hardly reaches the router",
         subject=Training(model={"router": {"aux_loss_coef": 0.0, "z_loss_coef": 0.1}}, strategy={"mesh": {"cp": 2}}),

@@ -209,7 +209,6 @@ BIASED = {"router": {"bias_update_rate": 0.02, "score": "sigmoid"}}
 CASES = (
     Case(
         id="experts-of-one-rank-saved",
-        kind=KIND,
         report="KempnerInstitute/KempnerForge#202",
         symptom="a checkpoint holds the experts of one rank, and a resume gives them to all",
         subject=Training(),
@@ -218,7 +217,6 @@ CASES = (
     ),
     Case(
         id="moments-lost",
-        kind=KIND,
         report="KempnerInstitute/KempnerForge#115",
         symptom="a new optimizer has no moments to restore into, and begins again from zero",
         subject=Training(),
@@ -227,7 +225,6 @@ CASES = (
     ),
     Case(
         id="moments-of-experts-stale",
-        kind=KIND,
         report="deepspeedai/DeepSpeed#8147",
         symptom="conversion of a checkpoint leaves the moments of experts as they were",
         subject=Training(strategy={"dense": "zero1"}),
@@ -236,7 +233,6 @@ CASES = (
     ),
     Case(
         id="number-of-updates-lost",
-        kind=KIND,
         report="deepspeedai/DeepSpeed#4396",
         symptom="the optimizer's count of steps is not saved, and its bias corrections begin again",
         subject=Training(strategy={"dense": "fsdp"}),
@@ -245,7 +241,6 @@ CASES = (
     ),
     Case(
         id="number-of-updates-ahead",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#5976",
         symptom="the states of the optimizer are made by a step that counts, and the first update is too small",
         subject=Training(),
@@ -254,7 +249,6 @@ CASES = (
     ),
     Case(
         id="moments-rounded-by-a-resume",
-        kind=KIND,
         report="huggingface/nanotron#245",
         symptom="moments are loaded in bfloat16, and made float32 afterwards",
         subject=Training(strategy={"dense": "fsdp"}),
@@ -263,7 +257,6 @@ CASES = (
     ),
     Case(
         id="moments-of-adapters-zero",
-        kind=KIND,
         report="NVIDIA-NeMo/labs-molt#57",
         symptom="a resume with adapters on experts finishes, and has restored moments of zero",
         subject=Training(module=Adapted, strategy={"dense": "zero1"}),
@@ -272,7 +265,6 @@ CASES = (
     ),
     Case(
         id="changed-groups",
-        kind=KIND,
         report="pytorch/pytorch#1489",
         symptom="moments belong to numbers, so parameters in another order get those of others",
         subject=Training(resumed_model={"optimizer": "adamw backwards"}),
@@ -280,7 +272,6 @@ CASES = (
     ),
     Case(
         id="loss-scale-of-each-rank",
-        kind=KIND,
         report="NVIDIA-NeMo/Megatron-Bridge#5591",
         symptom="ranks whose gradients overflow skip an update and lower the loss scale, and others do not",
         subject=Training(
@@ -295,7 +286,6 @@ CASES = (
     ),
     Case(
         id="schedule-lost",
-        kind=KIND,
         report="lightly-ai/lightly-train#301",
         symptom="the learning-rate schedule is not saved, and begins again",
         subject=Training(),
@@ -304,7 +294,6 @@ CASES = (
     ),
     Case(
         id="samples-repeat",
-        kind=KIND,
         report="facebookresearch/fairchem#639",
         symptom="a checkpoint inside of an epoch resumes at the epoch's first sample",
         subject=Training(),
@@ -313,7 +302,6 @@ CASES = (
     ),
     Case(
         id="shuffle-lost",
-        kind=KIND,
         report="huggingface/accelerate#4233",
         symptom="batches are skipped of another permutation than the one that was trained on",
         subject=Training(shuffles=True, reference="one rank"),
@@ -322,7 +310,6 @@ CASES = (
     ),
     Case(
         id="noise-repeats",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#6858",
         symptom="random streams of most ranks are not restored, and dropout and routing noise are others",
         subject=Training(model={"dropout": 0.2}, reference="one rank"),
@@ -331,7 +318,6 @@ CASES = (
     ),
     Case(
         id="more-ranks",
-        kind=KIND,
         report="NVIDIA-NeMo/Megatron-Bridge#1716",
         symptom="experts of a checkpoint of several ranks do not come together on another number of ranks",
         subject=Training(resumed_ranks=4),
@@ -340,7 +326,6 @@ CASES = (
     ),
     Case(
         id="another-placement",
-        kind=KIND,
         report="Tencent-Hunyuan/UniRL#158",
         symptom="every rank takes the first block of experts, whose shapes fit",
         subject=Training(resumed_strategy={"placement": [[1, 0], [0, 1], [1, 1], [0, 1]]}),
@@ -349,7 +334,6 @@ CASES = (
     ),
     Case(
         id="another-placement-with-copies",
-        kind=KIND,
         report="deepspeedai/DeepSpeed#8544",
         symptom="a conversion knows equal blocks of experts only, not copies nor experts apart from each other",
         subject=Training(
@@ -362,7 +346,6 @@ CASES = (
     ),
     Case(
         id="another-sharding",
-        kind=KIND,
         report="areal-project/AReaL#1468",
         symptom="a checkpoint loads under another sharding, and drops the moments without a word",
         subject=Training(
@@ -373,7 +356,6 @@ CASES = (
     ),
     Case(
         id="stages-by-local-names",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#7452",
         symptom="pipeline stages name layers from zero each, so a checkpoint of one stage loads wrong layers in two",
         subject=Training(model={"router": {"aux_loss_coef": 0.0}}, resumed_strategy={"mesh": {"pp": 2}}),
@@ -382,7 +364,6 @@ CASES = (
     ),
     Case(
         id="adapters-from-scratch",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#1325",
         symptom="adapters of experts are skipped when a checkpoint is loaded, and start from scratch",
         subject=Training(module=Adapted),
@@ -391,7 +372,6 @@ CASES = (
     ),
     Case(
         id="scales-of-four-bits-not-saved",
-        kind=KIND,
         report="huggingface/peft#508",
         symptom="the scales of four-bit weights are not in the state of the model, and a load has others",
         subject=Training(module=AdaptedIn4Bits, reference="one rank"),
@@ -400,7 +380,6 @@ CASES = (
     ),
     Case(
         id="selection-bias-not-saved",
-        kind=KIND,
         report="modelscope/mcore-bridge#195",
         symptom="what is saved leaves the selection bias out, and other experts are chosen after a reload",
         subject=Training(model=BIASED),
@@ -409,7 +388,6 @@ CASES = (
     ),
     Case(
         id="weights-rounded-by-a-resume",
-        kind=KIND,
         report="TensorAuto/OpenTau#185",
         symptom="master weights are made again of rounded ones by every resume",
         subject=Training(),
@@ -418,7 +396,6 @@ CASES = (
     ),
     Case(
         id="average-trained-on",
-        kind=KIND,
         report="ecmwf/anemoi-core#1373",
         symptom="a checkpoint holds averaged weights, and a resume trains on from these",
         subject=Training(callbacks=lambda: [EMAWeightAveraging(decay=0.5)]),
@@ -427,7 +404,6 @@ CASES = (
     ),
     Case(
         id="killed-while-saving",
-        kind=KIND,
         report="Lightning-AI/pytorch-lightning#688",
         symptom="a process that is killed while it saves leaves half a file in the place of the last checkpoint",
         subject=Check(function=_interrupted),

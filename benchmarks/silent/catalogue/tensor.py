@@ -66,7 +66,6 @@ def _log_of_ranks(trainer: Any, module: Any) -> None:
 CASES = (
     Case(
         id="router-of-own-positions",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#619",
         symptom="with sequence parallelism each rank's router learns from its own positions, and routers drift apart",
         subject=Training(strategy=TP),
@@ -75,7 +74,6 @@ CASES = (
     ),
     Case(
         id="norms-of-own-positions",
-        kind=KIND,
         report="NVIDIA/TransformerEngine#435",
         symptom="gradients of layer norms need a sum over the ranks that split a sequence, and nobody makes it",
         subject=Training(strategy=TP),
@@ -84,7 +82,6 @@ CASES = (
     ),
     Case(
         id="head-norm-of-own-heads",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#7452",
         symptom="a norm over heads is held by every tensor-parallel rank, each with the gradient of its own heads",
         subject=Training(strategy=TP, model={"qk_norm": True}),
@@ -93,7 +90,6 @@ CASES = (
     ),
     Case(
         id="copies-unlike-from-the-start",
-        kind=KIND,
         report="NVIDIA-NeMo/Automodel#3822",
         symptom="weights that tensor-parallel ranks share begin with other values, and a saved copy is another model",
         subject=Training(strategy=TP),
@@ -102,7 +98,6 @@ CASES = (
     ),
     Case(
         id="one-share-below-the-experts",
-        kind=KIND,
         report="pytorch/torchtitan#4054",
         symptom="without expert parallelism, gradients below the experts lack the sum over tensor-parallel ranks",
         subject=Training(strategy=TP | {"replicas": 2}),
@@ -111,7 +106,6 @@ CASES = (
     ),
     Case(
         id="loss-of-gathered-logits",
-        kind=KIND,
         report="NVIDIA/Megatron-LM#7452",
         symptom="logits that were gathered already are summed over ranks again: the loss gains the logarithm of these",
         subject=Training(strategy=TP),
@@ -120,7 +114,6 @@ CASES = (
     ),
     Case(
         id="padded-vocabulary",
-        kind=KIND,
         report="NVIDIA-NeMo/Megatron-Bridge#5375",
         symptom="rows that pad the vocabulary for tensor parallelism end in the exported model",
         subject=Training(strategy=TP, model={"vocab_size": 49}),
@@ -128,7 +121,6 @@ CASES = (
     ),
     Case(
         id="embeddings-of-own-tokens",
-        kind=KIND,
         report="pytorch/torchtitan#4637",
         symptom="an embedding that shortens its rows, or scales by frequency, is another one where it is divided",
         subject=Training(module=Renormalized),
@@ -136,7 +128,6 @@ CASES = (
     ),
     Case(
         id="adapters-of-own-positions",
-        kind=KIND,
         report="modelscope/mcore-bridge#173",
         symptom="an adapter's factor that every tensor-parallel rank holds gets the gradient of own positions only",
         subject=Training(strategy=TP, module=Adapted),
@@ -144,7 +135,6 @@ CASES = (
     ),
     Case(
         id="means-of-unequal-parts",
-        kind=KIND,
         report="verl-project/verl#6049",
         symptom="targets are counted without the ranks that share sequences, and the mean over targets is off",
         subject=Training(strategy=CP, data=UnequalTokens),
@@ -153,7 +143,6 @@ CASES = (
     ),
     Case(
         id="packs-over-ranks",
-        kind=KIND,
         report="ServiceNow/Fast-LLM#177",
         symptom="documents of a pack are kept apart, but not where sequences are cut over ranks",
         subject=Training(strategy=CP, data=PackedTokens),
