@@ -5,7 +5,7 @@ Shapes: T tokens, K choices, E experts, D model width, F expert width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from benchmarks import roofline_model as roofline
@@ -48,13 +48,7 @@ class Options:
 def run(options: Options) -> int:
     """Print the model's assumptions, the chosen layer by kernels, the reference shapes on all devices, the errors."""
     device = DEVICES[options.device]
-    shape = LayerShape(
-        tokens=options.tokens,
-        d_model=options.d_model,
-        d_expert=options.d_expert,
-        experts=options.experts,
-        top_k=options.top_k,
-    )
+    shape = LayerShape(**{each.name: getattr(options, each.name) for each in fields(LayerShape)})
     design = replace(DESIGNS[options.design], casts_weights=options.casts_weights)
     print("All figures below are modelled: nothing here has run on a GPU.\n")
     print(_assumptions())
@@ -86,7 +80,7 @@ def _assumptions() -> str:
         f"an epilogue that reads waits {roofline.READ_S * 1e6:.1f} us, and computes at the fp32 rate.\n"
         f"Kernels of rows reach {roofline.MEMORY_SHARE:.0%} of the "
         f"memory's rate, fp32 matmuls {roofline.FP32_SHARE:.0%} of theirs; a launch costs "
-        f"{roofline.LAUNCH_S * 1e6:.1f} us, a serial step {roofline.SCAN_STEP_S * 1e6:.1f} us.\n"
+        f"{roofline.LAUNCH_S * 1e6:.1f} us.\n"
         "Rows lie evenly on the experts; nothing overlaps; the host is ahead."
     )
     return f"{table(headers, rows, 'assumptions')}\n{constants}"

@@ -13,7 +13,6 @@ from benchmarks.roofline_model import (
     Matmul,
     matmul_cost,
     rows_cost,
-    scan_cost,
     tile_for,
 )
 from benchmarks.roofline_router import (
@@ -42,7 +41,6 @@ class Design:
         fuses_activation: into the up projection's epilogue, and its gradient into that of the down projection's.
         is_persistent: matmuls walk over tiles with the copy engine ahead of them, and behind them where they only store
             their sums.
-        scans_in_parallel: the sort's counts of blocks are summed by a tree.
         fuses_router: products on the tensor cores in three terms, with scores and choice behind them; else in fp32, and
             each of the rest a kernel.
         casts_weights: parameters are fp32 and are rounded to bf16 in every forward.
@@ -52,22 +50,18 @@ class Design:
     gathers_in_load: bool = False
     fuses_activation: bool = False
     is_persistent: bool = False
-    scans_in_parallel: bool = False
     fuses_router: bool = False
     casts_weights: bool = False
     launches: tuple[int, int] = (30, 30)
 
 
 DESIGNS = {
-    "separate": Design(scans_in_parallel=True),
-    "rows": Design(
-        fuses_activation=True, is_persistent=True, scans_in_parallel=True, fuses_router=True, launches=(13, 8)
-    ),
+    "separate": Design(),
+    "rows": Design(fuses_activation=True, is_persistent=True, fuses_router=True, launches=(13, 8)),
     "fused": Design(
         gathers_in_load=True,
         fuses_activation=True,
         is_persistent=True,
-        scans_in_parallel=True,
         fuses_router=True,
         launches=(7, 5),
     ),
@@ -83,7 +77,7 @@ def forward_kernels(shape: LayerShape, design: Design, device: Device) -> list[K
     scores = tokens * shape.experts * SINGLE
     kernels = [
         *router_forward(shape, device, is_fused=design.fuses_router),
-        _sort(shape, design, device),
+        _sort(shape, device),
         Kernel(name="other small kernels", cost=rows_cost(scores, device, design.launches[0])),
     ]
     if design.casts_weights:
@@ -184,8 +178,7 @@ def _matmul(
     return Kernel(name=name, cost=matmul_cost(matmul, device), flops=matmul.flops)
 
 
-def _sort(shape: LayerShape, design: Design, device: Device) -> Kernel:
+def _sort(shape: LayerShape, device: Device) -> Kernel:
     blocks = ceil(shape.rows / max(16, _SORT_TILE // shape.experts))
     moved = 6.0 * shape.rows * INDEX + 6.0 * blocks * shape.experts * INDEX
-    cost = rows_cost(moved, device, launches=3) if design.scans_in_parallel else scan_cost(blocks, moved, device)
-    return Kernel(name="sort", cost=cost)
+    return Kernel(name="sort", cost=rows_cost(moved, device, launches=3))

@@ -70,9 +70,6 @@ FP32_SHARE = 0.70
 LAUNCH_S = 2.5e-6
 """From the end of one kernel to the first work of the next, while the host is ahead."""
 
-SCAN_STEP_S = 0.3e-6
-"""One dependent step of a serial sum over blocks."""
-
 HANDOVER_S = 0.25e-6
 """Prologue of a persistent kernel's tile: its first loads were issued under the tile before."""
 
@@ -230,18 +227,6 @@ def fp32_matmul_cost(flops: float, moved_bytes: float, device: Device) -> Cost:
     compute_s, memory_s = flops / (FP32_SHARE * device.fp32_flops), moved_bytes / (MEMORY_SHARE * device.memory)
     bound = "fp32 units" if compute_s > memory_s else "memory"
     return Cost(seconds=max(compute_s, memory_s) + LAUNCH_S, bound=bound)
-
-
-def scan_cost(steps: int, moved_bytes: float, device: Device) -> Cost:
-    """Seconds of a serial sum of so many dependent steps."""
-    return Cost(
-        seconds=steps * SCAN_STEP_S + moved_bytes / (MEMORY_SHARE * device.memory) + LAUNCH_S, bound="serial scan"
-    )
-
-
-def shared_bytes(tile: Tile, stages: int, element_bytes: int = 2) -> int:
-    """Shared memory of a pipelined loop: the operands of every stage."""
-    return stages * (tile.m + tile.n) * tile.k * element_bytes
 
 
 def tile_for(device: Device, rows_per_group: float) -> Tile:

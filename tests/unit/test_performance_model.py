@@ -18,7 +18,7 @@ from benchmarks.roofline_layer import (
     share_of_peak,
     total_seconds,
 )
-from benchmarks.roofline_model import DEVICES, LAUNCH_S, Matmul, Tile, matmul_cost, shared_bytes, tile_for
+from benchmarks.roofline_model import DEVICES, LAUNCH_S, Matmul, Tile, matmul_cost, tile_for
 from benchmarks.roofline_router import router_backward
 from moe_lightning.balancing.cost_model import (
     ONE_COPY,
@@ -367,10 +367,6 @@ def test_a_program_that_computes_all_columns_of_its_rows_is_rounded_up_whole() -
 
     full = 128 * H100.multiprocessors
     assert seconds(full + 1) == pytest.approx(2 * seconds(full), rel=0.02)
-
-
-def test_shared_memory_of_a_tile() -> None:
-    assert shared_bytes(Tile(m=128, n=256, k=64), stages=4) == 192 << 10
 
 
 @pytest.mark.parametrize("device", DEVICES)
