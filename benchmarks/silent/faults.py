@@ -49,8 +49,8 @@ def over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-Norms = Callable[[Any, Any], tuple[Tensor, Tensor]]
-"""(trainer, module) -> the norms by which dense gradients and those of experts are clipped."""
+Norms = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
+"""(trainer, module) -> the norm by which gradients are clipped; two: of dense ones, and of those of experts."""
 
 
 def clips_by(norms: Norms) -> Fault:
@@ -58,10 +58,11 @@ def clips_by(norms: Norms) -> Fault:
 
     def run(trainer: Any, module: Any) -> None:
         def clip(optimizer: Any, most: float) -> None:
-            both = norms(trainer, module)
-            for gradients, norm in zip(dense_and_expert(trainer, module), both, strict=True):
+            norm = norms(trainer, module)
+            both = norm if isinstance(norm, tuple) else (norm, norm)
+            for gradients, own in zip(dense_and_expert(trainer, module), both, strict=True):
                 for gradient in gradients:
-                    gradient.mul_((float(most) / (norm + 1e-6)).clamp(max=1.0))
+                    gradient.mul_((float(most) / (own + 1e-6)).clamp(max=1.0))
 
         trainer.strategy.precision_plugin.clip_grad_by_norm = clip
 

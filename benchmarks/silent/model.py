@@ -194,18 +194,18 @@ class Unfrozen(Language):
 class Adapted(Language):
     """Low-rank adapters of experts and attention are trained, whose second matrices are not zero from the start."""
 
+    kind = "lora"
+
     def configure_model(self) -> None:
         super().configure_model()
-        add_adapters(self.model, {"rank": 2, "alpha": self._alpha, "targets": ["experts", "attention"]})
+        adapters = {"kind": self.kind, "rank": 2, "alpha": self._alpha, "targets": ["experts", "attention"]}
+        add_adapters(self.model, adapters)
 
 
-class AdaptedIn4Bits(Language):
+class AdaptedIn4Bits(Adapted):
     """The same, with the matrices of experts in four bits."""
 
-    def configure_model(self) -> None:
-        super().configure_model()
-        adapters = {"kind": "qlora", "rank": 2, "alpha": self._alpha, "targets": ["experts", "attention"]}
-        add_adapters(self.model, adapters)
+    kind = "qlora"
 
 
 class Tokens(Dataset[tuple[Tensor, ...]]):
@@ -225,18 +225,11 @@ class Tokens(Dataset[tuple[Tensor, ...]]):
         return ids[:-1], ids[1:]
 
 
-class FewTokens(Tokens):
-    """So few that an epoch ends in the third step, with half a batch."""
+FewTokens = partial(Tokens, size=44)
+"""So few that an epoch ends in the third step, with half a batch."""
 
-    def __init__(self) -> None:
-        super().__init__(size=44)
-
-
-class OneMore(Tokens):
-    """The third step has one sample."""
-
-    def __init__(self) -> None:
-        super().__init__(size=17)
+OneMore = partial(Tokens, size=17)
+"""The third step has one sample."""
 
 
 class PoisonedTokens(Tokens):

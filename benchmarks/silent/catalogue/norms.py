@@ -21,29 +21,25 @@ NO_BALANCE = {"router": {"aux_loss_coef": 0.0}}
 """In a pipeline the loss that balances experts is that of its micro-batches."""
 
 
-def of_this_rank(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def of_this_rank(trainer: Any, module: Any) -> Tensor:
     """As if all experts were here."""
     dense, experts = dense_and_expert(trainer, module)
-    norm = squared(dense + experts).sqrt()
-    return norm, norm
+    return squared(dense + experts).sqrt()
 
 
-def averaged(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def averaged(trainer: Any, module: Any) -> Tensor:
     """The mean over ranks of what each has."""
-    norm = over_ranks(of_this_rank(trainer, module)[0]) / trainer.world_size
-    return norm, norm
+    return over_ranks(of_this_rank(trainer, module)).div(trainer.world_size)
 
 
-def without_experts(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def without_experts(trainer: Any, module: Any) -> Tensor:
     """Of what every rank has."""
-    norm = squared(dense_and_expert(trainer, module)[0]).sqrt()
-    return norm, norm
+    return squared(dense_and_expert(trainer, module)[0]).sqrt()
 
 
-def dense_for_each_rank(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def dense_for_each_rank(trainer: Any, module: Any) -> Tensor:
     """All squares of all ranks, those of copies too."""
-    norm = over_ranks(squared([g for gradients in dense_and_expert(trainer, module) for g in gradients])).sqrt()
-    return norm, norm
+    return over_ranks(squared([g for gradients in dense_and_expert(trainer, module) for g in gradients])).sqrt()
 
 
 def apart(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
@@ -52,39 +48,35 @@ def apart(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
     return squared(dense).sqrt(), over_ranks(squared(experts)).sqrt()
 
 
-def experts_of_first(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def experts_of_first(trainer: Any, module: Any) -> Tensor:
     """Experts of the first rank alone."""
     dense, experts = dense_and_expert(trainer, module)
-    norm = (squared(dense) + over_ranks(squared(experts) * (trainer.global_rank == 0))).sqrt()
-    return norm, norm
+    return (squared(dense) + over_ranks(squared(experts) * (trainer.global_rank == 0))).sqrt()
 
 
-def sums_of_norms(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def sums_of_norms(trainer: Any, module: Any) -> Tensor:
     """Norms of ranks added, not their squares."""
     dense, experts = dense_and_expert(trainer, module)
-    norm = squared(dense).sqrt() + over_ranks(squared(experts).sqrt())
-    return norm, norm
+    return squared(dense).sqrt() + over_ranks(squared(experts).sqrt())
 
 
 def _never_clipped(trainer: Any, module: Any) -> None:
     trainer.strategy.precision_plugin.clip_grad_by_norm = lambda *args: None
 
 
-def of_holders(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def of_holders(trainer: Any, module: Any) -> Tensor:
     """On a rank without experts that of dense weights: nobody sends it the rest."""
     dense, experts = dense_and_expert(trainer, module)
     whole = (squared(dense) + over_ranks(squared(experts))).sqrt()
-    norm = whole if any(gradient.numel() for gradient in experts) else squared(dense).sqrt()
-    return norm, norm
+    return whole if any(gradient.numel() for gradient in experts) else squared(dense).sqrt()
 
 
-def of_busy_ranks(trainer: Any, module: Any) -> tuple[Tensor, Tensor]:
+def of_busy_ranks(trainer: Any, module: Any) -> Tensor:
     """A rank whose experts had no token is left out of the sum, and of what is clipped by it."""
     dense, experts = dense_and_expert(trainer, module)
     is_busy = squared(experts) > 0
     whole = (squared(dense) + over_ranks(squared(experts))).sqrt()
-    norm = whole if is_busy else squared(dense).sqrt()
-    return norm, norm
+    return whole if is_busy else squared(dense).sqrt()
 
 
 def _each_for_itself(trainer: Any, module: Any) -> None:
