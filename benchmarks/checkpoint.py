@@ -268,14 +268,14 @@ class _Contenders:
         return self._snapshot(quarter=True)
 
     def _snapshot(self, *, quarter: bool) -> float:
-        self._start(quarter=quarter)
-        started = self._started
+        started = self._start(quarter=quarter)
         self.snapshotter.wait_before_update()
         stall_s = time.perf_counter() - started
         self.snapshotter.finish()
         return stall_s
 
-    def _start(self, *, quarter: bool) -> None:
+    def _start(self, *, quarter: bool) -> float:
+        """Start a snapshot; returns the time when it began."""
         self.step_number += 1
         chosen = (
             sequential_selection(ordinal=self.step_number, k=_EXPERTS // 4, num_layers=_LAYERS, num_experts=_EXPERTS)
@@ -288,8 +288,9 @@ class _Contenders:
             for expert in experts
             for scope in _SCOPES
         }
-        self._started = time.perf_counter()
+        began = time.perf_counter()
         self.snapshotter.start(self.step_number, self.state, fresh=fresh)
+        return began
 
     def window_longest(self) -> float:
         return max(self._window())
@@ -338,12 +339,10 @@ class _Contenders:
         return self._step(lambda: 0.0)
 
     def step_snapshot(self) -> float:
-        self._start(quarter=False)
-        return self._step(self.snapshotter.wait_before_update, began=self._started)
+        return self._step(self.snapshotter.wait_before_update, began=self._start(quarter=False))
 
     def step_quarter(self) -> float:
-        self._start(quarter=True)
-        return self._step(self.snapshotter.wait_before_update, began=self._started)
+        return self._step(self.snapshotter.wait_before_update, began=self._start(quarter=True))
 
     def _step(self, wait: Callable[[], float], began: float | None = None) -> float:
         """A forward and backward of about half a second, then the wait before the update."""
