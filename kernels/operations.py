@@ -170,9 +170,10 @@ def _load_triton(device_type: str) -> Implementation:
 _Grads = tuple[Tensor | None, ...]
 
 
-def _apply(function: Any, *arguments: object) -> Any:
+def _apply(function: Any, *arguments: object) -> Tensor:
     """`function.apply`, which torch leaves untyped."""
-    return function.apply(*arguments)
+    result: Tensor = function.apply(*arguments)
+    return result
 
 
 def _require_first_derivative() -> None:
@@ -304,7 +305,7 @@ def route(
             "fuses_router first, or take top_k_routing"
         )
     bias_E, selection_E = (None if value is None else value.contiguous() for value in (bias_E, selection_E))
-    routed = _apply(_Route, x_TD.contiguous(), weight_ED.contiguous(), bias_E, selection_E, choice, impl.router)
+    routed: Any = _apply(_Route, x_TD.contiguous(), weight_ED.contiguous(), bias_E, selection_E, choice, impl.router)
     return Routed(*routed)
 
 
@@ -343,8 +344,7 @@ def balance(scores_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor | None:
     if impl is None or impl.router is None or scores_TE.dtype != torch.float32:
         return None
     counts_E = upload(tokens_per_expert_E, scores_TE.device).contiguous()
-    loss: Tensor = _apply(_Balance, scores_TE.contiguous(), counts_E, impl.router)
-    return loss
+    return _apply(_Balance, scores_TE.contiguous(), counts_E, impl.router)
 
 
 def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
@@ -366,8 +366,7 @@ def top_k_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 
 def count_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
     """int64 [E]: assignments of each expert, dropped ones (-1) left out; a GPU is not waited for."""
-    impl = implementation(expert_ids_TK.device)
-    kernels = torch_kernels if impl is None else impl.routing
+    kernels = (implementation(expert_ids_TK.device) or _TORCH).routing
     return kernels.count(expert_ids_TK.contiguous(), num_experts)
 
 
@@ -434,8 +433,7 @@ def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, *, may_pad: bool 
     impl = implementation(x_TD.device, x_TD.dtype)
     if impl is None:
         return reference.permute(x_TD, order_M, inverse_TK)
-    result: Tensor = _apply(_Permute, x_TD.contiguous(), order_M.contiguous(), inverse_TK.contiguous(), impl.rows)
-    return result
+    return _apply(_Permute, x_TD.contiguous(), order_M.contiguous(), inverse_TK.contiguous(), impl.rows)
 
 
 class _Unpermute(torch.autograd.Function):
@@ -500,10 +498,9 @@ def unpermute(
     impl = implementation(rows_MD.device, rows_MD.dtype)
     if impl is None:
         return reference.unpermute(rows_MD, inverse_TK, order_M, weights_TK)
-    result: Tensor = _apply(
+    return _apply(
         _Unpermute, rows_MD.contiguous(), inverse_TK.contiguous(), order_M.contiguous(), weights_TK, impl.rows
     )
-    return result
 
 
 def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -514,8 +511,7 @@ def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Ten
         ends_C: int64, where each will end: the sums of their sizes.
         num_rows: M, the last of `ends_C`.
     """
-    impl = implementation(starts_C.device)
-    kernels = torch_kernels if impl is None else impl.routing
+    kernels = (implementation(starts_C.device) or _TORCH).routing
     return kernels.chunk_order(starts_C, ends_C, num_rows)
 
 
@@ -549,8 +545,7 @@ def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor) -> Tensor:
     impl = implementation(x_MD.device, x_MD.dtype)
     if impl is None:
         return reference.gather_rows(x_MD, index_M)
-    result: Tensor = _apply(_GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M.contiguous(), impl.rows)
-    return result
+    return _apply(_GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M.contiguous(), impl.rows)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -641,10 +636,7 @@ def grouped_mm(
     if impl is None:
         rows = x if order_M is None or inverse_TK is None else reference.permute(x, order_M, inverse_TK)
         return reference.grouped_mm(rows, weight_SDF, tokens_S.tolist())
-    result: Tensor = _apply(
-        _GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (impl.matmul, impl.rows)
-    )
-    return result
+    return _apply(_GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (impl.matmul, impl.rows))
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -733,11 +725,10 @@ def expert_mlp(
     tokens_S = _checked_experts(x, up_SDH, down_SFD, tokens_per_slot_S, kind)
     if weights_TK is not None:
         weights_TK = weights_TK.contiguous()
-    result: Tensor = _apply(
+    return _apply(
         _ExpertMLP, x.contiguous(), up_SDH, down_SFD, tokens_S, kind, order_M, inverse_TK, weights_TK,
         (impl.matmul, impl.fused, impl.rows),
     )  # fmt: skip
-    return result
 
 
 def fuses_experts(x: Tensor) -> bool:
@@ -807,8 +798,7 @@ def expert_activation(h_MH: Tensor, kind: str) -> Tensor:
     impl = implementation(h_MH.device, h_MH.dtype)
     if impl is None:
         return reference.expert_activation(h_MH, kind)
-    result: Tensor = _apply(_ExpertActivation, h_MH.contiguous(), kind, impl.activation)
-    return result
+    return _apply(_ExpertActivation, h_MH.contiguous(), kind, impl.activation)
 
 
 def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
@@ -830,8 +820,7 @@ def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaR
         raise ConfigurationError(
             f"tokens {list(tokens_EN.shape)}, replicas {list(replicas_EN.shape)} and rank {rank} do not fit"
         )
-    impl = implementation(tokens_EN.device)
-    kernels = torch_kernels if impl is None else impl.plan
+    kernels = (implementation(tokens_EN.device) or _TORCH).plan
     return kernels.plan_rows(tokens_EN, replicas_EN.contiguous(), rank, sharing)
 
 
@@ -849,8 +838,7 @@ def plan_runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, *, 
         _check(name, table, dims, send_EN.device, _IDS)
     if send_EN.shape != recv_EN.shape:
         raise ConfigurationError(f"send {list(send_EN.shape)} and recv {list(recv_EN.shape)} do not fit")
-    impl = implementation(send_EN.device)
-    kernels = torch_kernels if impl is None else impl.plan
+    kernels = (implementation(send_EN.device) or _TORCH).plan
     return kernels.runs(send_EN.contiguous(), recv_EN.contiguous(), slots_C.contiguous(), block, is_packed)
 
 
@@ -869,8 +857,7 @@ def fill_blocks(
         (int64 [M], the assignment of each row, any where the row is left over; int64 [A], the row of each assignment,
         -1 where it is dropped).
     """
-    impl = implementation(order_A.device)
-    kernels = torch_kernels if impl is None else impl.routing
+    kernels = (implementation(order_A.device) or _TORCH).routing
     return kernels.fill_blocks(order_A, starts_C, ends_C, num_routed, num_rows)
 
 
@@ -901,8 +888,7 @@ def keyed_dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
     impl = implementation(x_MD.device, x_MD.dtype)
     if impl is None or impl.stream is torch_kernels:
         return torch_kernels.dropout(x_MD, p, draw)
-    result: Tensor = _apply(_KeyedDropout, x_MD.contiguous(), p, draw, impl.stream)
-    return result
+    return _apply(_KeyedDropout, x_MD.contiguous(), p, draw, impl.stream)
 
 
 _ALIGNMENT = 64
