@@ -18,6 +18,8 @@ from itertools import accumulate, product
 from math import prod
 from typing import Literal, Self
 
+import numpy as np
+
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 
@@ -244,12 +246,9 @@ class MeshShape:
 
     def peers(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks, ascending, that stand where this one does along all other axes; itself among them."""
-        indices = self._indices(rank)
-        ranges = [
-            range(size) if axis in axes else (index,)
-            for axis, size, index in zip(self.axes, self.sizes, indices, strict=True)
-        ]
-        return tuple(self._rank(chosen) for chosen in product(*ranges))
+        indices = zip(self.axes, self._indices(rank), strict=True)
+        chosen = tuple(slice(None) if axis in axes else index for axis, index in indices)
+        return tuple(np.arange(self.num_ranks).reshape(self.sizes)[chosen].ravel().tolist())
 
     def place(self, rank: int, axes: Collection[str]) -> tuple[int, int]:
         """Return (index of a rank among its `peers`, number of them)."""
@@ -266,18 +265,7 @@ class MeshShape:
         return self.groups([axis for axis in self.axes if axis != "pp"])
 
     def _indices(self, rank: int) -> tuple[int, ...]:
-        assert 0 <= rank < self.num_ranks
-        indices = []
-        for size in reversed(self.sizes):
-            rank, index = divmod(rank, size)
-            indices.append(index)
-        return tuple(reversed(indices))
-
-    def _rank(self, indices: tuple[int, ...]) -> int:
-        rank = 0
-        for size, index in zip(self.sizes, indices, strict=True):
-            rank = rank * size + index
-        return rank
+        return tuple(int(index) for index in np.unravel_index(rank, self.sizes))
 
 
 def stage_ranks(stage: int, num_ranks: int, axes: MeshShape) -> range:
