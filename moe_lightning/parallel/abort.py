@@ -111,14 +111,18 @@ class GroupAborter:
         aborter.confirm(exchange)
 
     An abort while the block still runs ends present connections at once, later ones at the end of the block.
+
+    Attributes:
+        connections: that an abort shuts down.
+        is_aborted: True once an abort was requested, before any operation raises.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before: frozenset[Connection] | None = None
-        self._connections: frozenset[Connection] = frozenset()
+        self.connections: frozenset[Connection] = frozenset()
         self._abort: Callable[[], None] | None = None
-        self._is_aborted = False
+        self.is_aborted = False
 
     def __enter__(self) -> Self:
         with self._lock:
@@ -127,7 +131,7 @@ class GroupAborter:
 
     def tune(self) -> None:
         """Set TCP options on these connections so that lost packets are sent again soon."""
-        for connection in self._connections:
+        for connection in self.connections:
             found = _same(connection)
             if found is not None:
                 with closing(found), suppress(OSError):  # it has ended; who uses it will see
@@ -137,18 +141,8 @@ class GroupAborter:
         with self._lock:
             self._remember()
             self._before = None
-            if self._is_aborted:
+            if self.is_aborted:
                 self._cut_all()
-
-    @property
-    def connections(self) -> frozenset[Connection]:
-        """Connections that an abort shuts down."""
-        return self._connections
-
-    @property
-    def is_cut(self) -> bool:
-        """True once an abort was requested, before any operation raises."""
-        return self._is_aborted
 
     def add_groups(self, groups: Sequence[ProcessGroup], device: torch.device) -> None:
         """Add groups that do not run on sockets of this process (NCCL); an earlier abort is applied at once.
@@ -158,7 +152,7 @@ class GroupAborter:
         """
         with self._lock:
             self._abort = partial(abort_together, groups, device)
-        if self._is_aborted:
+        if self.is_aborted:
             self._abort_groups()
 
     def confirm(self, exchange: Callable[[object], list[object]]) -> None:
@@ -168,18 +162,18 @@ class GroupAborter:
             exchange: an all-gather of plain JSON values among the ranks; called once, by every rank.
         """
         token = secrets.token_hex(8)
-        mine = [[list(c.local), list(c.peer)] for c in self._connections]
+        mine = [[list(c.local), list(c.peer)] for c in self.connections]
         theirs = set()
         for report in exchange({"token": token, "connections": mine}):
             if isinstance(report, dict) and report.get("token") != token:
                 theirs |= {(_address(local), _address(peer)) for local, peer in report.get("connections", [])}
         with self._lock:
-            self._connections = frozenset(c for c in self._connections if (c.peer, c.local) in theirs)
+            self.connections = frozenset(c for c in self.connections if (c.peer, c.local) in theirs)
 
     def abort(self) -> None:
         """Shut the connections down and abort the groups that were added; safe to call often and from any thread."""
         with self._lock:
-            self._is_aborted = True
+            self.is_aborted = True
             if self._before is not None:
                 self._remember()
             self._cut_all()
@@ -193,10 +187,10 @@ class GroupAborter:
 
     def _remember(self) -> None:
         assert self._before is not None
-        self._connections |= frozenset(open_connections()) - self._before
+        self.connections |= frozenset(open_connections()) - self._before
 
     def _cut_all(self) -> None:
-        for connection in self._connections:
+        for connection in self.connections:
             _shut_down(connection)
 
 
@@ -430,7 +424,7 @@ def build_world(
         prepare_environment(is_elastic=True)
         own = first_group_options(device)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short, **own)
-        world = World.connect(device, short, layout, is_cut=lambda: aborter.is_cut, generation=generation)
+        world = World.connect(device, short, layout, is_cut=lambda: aborter.is_aborted, generation=generation)
     aborter.tune()
     for group in world.all_groups:
         private_torch.set_group_timeout(group, timeout)
