@@ -82,22 +82,16 @@ class Placement:
         """True if an expert is on several ranks."""
         return bool(self.pairs.num_holders.max() > 1)
 
+    @property
+    def _key(self) -> tuple[object, ...]:
+        pairs = self.pairs
+        return pairs.shape, pairs.experts.tobytes(), pairs.ranks.tobytes(), pairs.replicas.tobytes()
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Placement) or self.pairs.shape != other.pairs.shape:
-            return False
-        mine, theirs = self.pairs, other.pairs
-        return all(
-            np.array_equal(a, b)
-            for a, b in (
-                (mine.experts, theirs.experts),
-                (mine.ranks, theirs.ranks),
-                (mine.replicas, theirs.replicas),
-            )
-        )
+        return isinstance(other, Placement) and self._key == other._key
 
     def __hash__(self) -> int:
-        pairs = self.pairs
-        return hash((pairs.shape, pairs.experts.tobytes(), pairs.ranks.tobytes(), pairs.replicas.tobytes()))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return f"Placement(replicas={self.replicas.tolist()})"
