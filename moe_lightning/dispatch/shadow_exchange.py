@@ -49,13 +49,9 @@ class ShadowTransfers:
         parameters: the layer's stacks [S, ...] by name, in an order that all ranks share.
         slot_experts: expert of each slot of this rank, -1 where vacant.
         plan: shadow experts of the step; may be empty.
-        world: the ranks.
-        dtype: of weights in flight; what the experts compute in, so that nothing is lost by it.
+        step: of all layers.
         early_share: part of every expert's bytes that travels under the experts of the block before, the rest under
             its dense layers; in [0, 1].
-
-    Attributes:
-        costs: so far; of all layers of a step together.
     """
 
     def __init__(
@@ -63,17 +59,15 @@ class ShadowTransfers:
         parameters: Mapping[str, nn.Parameter],
         slot_experts: Sequence[int],
         plan: ShadowPlan,
-        world: World,
-        dtype: torch.dtype,
-        early_share: float = 1.0,
+        step: StepShadowTransfers,
+        early_share: float,
     ) -> None:
-        self._parameters = parameters
-        self._world, self._dtype = world, dtype
+        self._parameters, self._step, self._world = parameters, step, step.world
         experts, ranks = np.nonzero(plan.shadows)
         copies = list(zip(experts.tolist(), plan.homes[experts].tolist(), ranks.tolist(), strict=True))
         # (peer, expert): in the order of sending and receiving, which is by rank and then by expert.
-        self._received_from = sorted((home, expert) for expert, home, rank in copies if rank == world.rank)
-        self._sent_to = sorted((rank, expert) for expert, home, rank in copies if home == world.rank)
+        self._received_from = sorted((home, expert) for expert, home, rank in copies if rank == self._world.rank)
+        self._sent_to = sorted((rank, expert) for expert, home, rank in copies if home == self._world.rank)
         self._slot_of = {expert: slot for slot, expert in enumerate(slot_experts)}
         num_numbers = sum(_size(parameter) for parameter in parameters.values())
         cut = round(early_share * num_numbers)
@@ -84,24 +78,12 @@ class ShadowTransfers:
         self._stacks: dict[str, Tensor] | None = None
         self._gradients_seen = 0
         self._agg: PendingExchange | None = None
-        self._step: StepShadowTransfers | None = None
-        self.costs = TransferCosts()
-
-    def join(self, step: StepShadowTransfers) -> None:
-        """Set the step of the layer, which is not under way."""
-        self._step, self.costs = step, step.costs
 
     # ------------------------------------------------------------------ called by the layer
 
-    def before_experts(self) -> None:
-        """Start the early part of the next layer's Trans."""
-        if self._step is not None:
-            self._step.start_after(self, early=True)
-
-    def before_dense(self) -> None:
-        """Start the rest of the next layer's Trans."""
-        if self._step is not None:
-            self._step.start_after(self)
+    def start_next(self, *, early: bool = False) -> None:
+        """Start the next layer's Trans, or only its early part; collective."""
+        self._step.start_after(self, early=early)
 
     def weights(self) -> dict[str, Tensor]:
         """Wait for the shadows' weights and return them: stacks [H, ...] by parameter name, ascending by expert, leaves
@@ -109,7 +91,7 @@ class ShadowTransfers:
         """
         if self._stacks is None:
             self.start_trans()
-            with self.costs.trans_waits.exchange(self._world.device):
+            with self._step.costs.trans_waits.exchange(self._world.device):
                 arrived = [pending.wait() for pending in self._pending]
             lengths = [last - first for first, last in self._parts]
             rows = [part.view(len(self._received_from), length) for part, length in zip(arrived, lengths, strict=True)]
@@ -128,7 +110,7 @@ class ShadowTransfers:
             rows = {expert: self._row(expert, first, last) for _, expert in self._sent_to}
             send = [rows[expert] for _, expert in self._sent_to]
             length = last - first
-            self._pending.append(self._exchange(send, self._sent_to, self._received_from, length, self._dtype))
+            self._pending.append(self._exchange(send, self._sent_to, self._received_from, length, self._step.dtype))
 
     def start_agg(self) -> None:
         """Send the gradients of the shadows to their home ranks; collective."""
@@ -152,7 +134,7 @@ class ShadowTransfers:
         """Add the received gradients of shadows to those of the resident experts, in rank order."""
         if self._agg is None:
             return
-        with self.costs.agg_waits.exchange(self._world.device):
+        with self._step.costs.agg_waits.exchange(self._world.device):
             arrived = self._agg.wait()
         start = 0
         for _, expert in self._sent_to:
@@ -182,7 +164,7 @@ class ShadowTransfers:
         for rank, _ in source:
             recv[rank] += length
         flat = torch.cat(list(rows)) if rows else torch.empty(0, dtype=dtype, device=self._world.device)
-        self.costs.sent_bytes += flat.numel() * flat.element_size()
+        self._step.costs.sent_bytes += flat.numel() * flat.element_size()
         return PendingExchange(flat, send, recv, self._world)
 
     # ------------------------------------------------------------------ rows and stacks
@@ -190,7 +172,7 @@ class ShadowTransfers:
     def _row(self, expert: int, first: int, last: int) -> Tensor:
         """Return numbers first..last of an expert of this rank in the dtype of transfers."""
         slot = self._slot_of[expert]
-        row = torch.cat([p.detach()[slot].reshape(-1).to(self._dtype) for p in self._parameters.values()])
+        row = torch.cat([p.detach()[slot].reshape(-1).to(self._step.dtype) for p in self._parameters.values()])
         return row[first:last]
 
     def _stack(self, rows_HP: Tensor) -> dict[str, Tensor]:
@@ -208,7 +190,7 @@ class ShadowTransfers:
     def _on_gradient(self, _: Tensor) -> None:
         self._gradients_seen += 1
         complete = self._gradients_seen % len(self._trained()) == 0
-        if complete and self._step is not None and self._step.is_last_backward:
+        if complete and self._step.is_last_backward:
             self.start_agg()
 
     def _trained(self) -> list[str]:
@@ -224,25 +206,37 @@ class StepShadowTransfers:
     """Transfers of the shadow experts of all layers in one step.
 
     Args:
-        layers: one for each MoE layer, in the order of the forward pass.
+        world: the ranks.
+        dtype: of weights in flight; what the experts compute in, so that nothing is lost by it.
 
     Attributes:
-        costs: of all layers.
+        costs: of all layers so far.
         is_last_backward: True if the running backward pass is the step's last, so that Agg may start in it.
     """
 
-    def __init__(self, layers: Sequence[ShadowTransfers]) -> None:
-        self._layers = list(layers)
+    def __init__(self, world: World, dtype: torch.dtype) -> None:
+        self.world, self.dtype = world, dtype
         self.costs = TransferCosts()
         self.is_last_backward = False
-        for layer in self._layers:
-            layer.join(self)
+        self._layers: list[ShadowTransfers] = []
+
+    def add_layer(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        slot_experts: Sequence[int],
+        plan: ShadowPlan,
+        early_share: float = 1.0,
+    ) -> ShadowTransfers:
+        """Return the transfers of the next MoE layer in the order of the forward pass; see there."""
+        layer = ShadowTransfers(parameters, slot_experts, plan, self, early_share)
+        self._layers.append(layer)
+        return layer
 
     def begin(self) -> None:
         """Start the first layer's Trans, which no MoE layer precedes; collective."""
         self._layers[0].start_trans()
 
-    def start_after(self, layer: ShadowTransfers, *, early: bool = False) -> None:
+    def start_after(self, layer: ShadowTransfers, *, early: bool) -> None:
         """Start the Trans of the layer behind a layer, or only its early part; collective."""
         index = self._layers.index(layer) + 1
         if index < len(self._layers):

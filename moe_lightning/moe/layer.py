@@ -385,10 +385,10 @@ class MoELayer(nn.Module):
         x_TD = x_TD.to(computed_in(x_TD))
         sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, overlap_fn, is_training=self.training)
         if self.shadow_transfers is not None:
-            self.shadow_transfers.before_experts()
+            self.shadow_transfers.start_next(early=True)
         out_TD = dispatcher.combine(self._compute(sent, stacks), sent, routing.weights_TK)
         if self.shadow_transfers is not None:
-            self.shadow_transfers.before_dense()
+            self.shadow_transfers.start_next()
         return out_TD
 
     def _where(self, device: torch.device) -> tuple[Dispatcher, Mapping[str, Tensor] | None]:

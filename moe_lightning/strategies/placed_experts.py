@@ -30,7 +30,7 @@ from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
 from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.dispatch.replicas import ExpertStack, ReplicaSum, stacked_states
-from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
+from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
@@ -445,13 +445,12 @@ class PlacedExperts:
         self._drop_shadows()
         if not any(plan.num_copies for plan in plans):
             return
-        shadow_transfers = []
+        step = StepShadowTransfers(self.world, dtype)
         for layer, plan, share in zip(self.layers, plans, early_shares, strict=True):
             parameters, slots = layer.experts.stacked_parameters(), layer.experts.slot_experts
-            shadow_transfers.append(ShadowTransfers(parameters, slots, plan, self.world, dtype, share))
-            layer.start_shadows(plan, shadow_transfers[-1])
-        self.shadow_transfers = StepShadowTransfers(shadow_transfers)
-        self.shadow_transfers.begin()
+            layer.start_shadows(plan, step.add_layer(parameters, slots, plan, share))
+        self.shadow_transfers = step
+        step.begin()
 
     def release_graphs(self) -> None:
         """Release the graphs of the last step, which would hold the model and its process groups for ever."""

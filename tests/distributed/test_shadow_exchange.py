@@ -18,7 +18,7 @@ from moe_lightning.dispatch import shadow_exchange
 from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan, shadow_quota
-from moe_lightning.dispatch.shadow_exchange import ShadowTransfers, StepShadowTransfers
+from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
@@ -105,26 +105,25 @@ def visit_and_return(rank: int, world_size: int) -> dict[str, Any]:
     shadows[1, 2:] = True
     plan = ShadowPlan(shadows=shadows, homes=np.array([0, 1]))
     slots = placement.experts_on(rank)
-    layers = []
+    step, layers = StepShadowTransfers(world, torch.bfloat16), []
     for layer in range(2):
         stacks = {
             "w": torch.nn.Parameter(torch.full((len(slots), 2, 3), 10.0 * layer + rank)),
             "b": torch.nn.Parameter(torch.full((len(slots), 5), 0.5 + layer + rank)),
         }
-        layers.append((stacks, ShadowTransfers(stacks, slots, plan, world, torch.bfloat16, early_share=0.3)))
-    step = StepShadowTransfers([shadow_transfers for _, shadow_transfers in layers])
+        layers.append((stacks, step.add_layer(stacks, slots, plan, early_share=0.3)))
     step.begin()
     shadow_experts = np.flatnonzero(shadows[:, rank]).tolist()
     for micro_batch in range(2):
         step.is_last_backward = micro_batch == 1
         for layer, (_, shadow_transfers) in enumerate(layers):
-            shadow_transfers.before_experts()
+            shadow_transfers.start_next(early=True)
             weights = shadow_transfers.weights()
             for row, expert in enumerate(shadow_experts):
                 assert torch.equal(weights["w"][row], torch.full((2, 3), 10.0 * layer + expert))
                 assert torch.equal(weights["b"][row], torch.full((5,), 0.5 + layer + expert))
             assert weights["w"].shape == (len(shadow_experts), 2, 3)
-            shadow_transfers.before_dense()
+            shadow_transfers.start_next()
             sum((weight * (rank + 1.0)).sum() for weight in weights.values()).backward()  # type: ignore[union-attr]
     step.finish()
     return {
@@ -153,8 +152,8 @@ def leave(rank: int, world_size: int) -> bool:
     """True if the memory of a shadow is free once its step is over, without the help of the garbage collector."""
     world = connect()
     plan = ShadowPlan(shadows=np.array([[False, True], [True, False]]), homes=np.array([0, 1]))
-    shadow_transfers = ShadowTransfers({"w": torch.nn.Parameter(torch.ones(1, 8))}, (rank,), plan, world, torch.float32)
-    step = StepShadowTransfers([shadow_transfers])
+    step = StepShadowTransfers(world, torch.float32)
+    shadow_transfers = step.add_layer({"w": torch.nn.Parameter(torch.ones(1, 8))}, (rank,), plan)
     step.begin()
     step.is_last_backward = True
     stack = shadow_transfers.weights()["w"]
@@ -248,8 +247,8 @@ def test_waits_of_a_gpu_for_shadows_are_what_they_cost_there(monkeypatch: pytest
     monkeypatch.setattr(shadow_exchange, "PendingExchange", Transfer)
     plan = ShadowPlan(shadows=~np.eye(2, dtype=np.bool_), homes=np.array([0, 1]))
     world = World(rank=0, size=2, device=torch.device("cuda"))
-    layer = ShadowTransfers({"w": torch.nn.Parameter(torch.ones(1, 8))}, (0,), plan, world, torch.float32, 0.5)
-    step = StepShadowTransfers([layer])
+    step = StepShadowTransfers(world, torch.float32)
+    layer = step.add_layer({"w": torch.nn.Parameter(torch.ones(1, 8))}, (0,), plan, early_share=0.5)
     step.begin()
     layer.weights()
     step.finish()
