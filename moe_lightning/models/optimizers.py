@@ -173,25 +173,22 @@ def muon_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     A head is the last linear layer that is called: the one with the name `head`, `lm_head` or `classifier`.
     """
     vectors = vectors_of(model)
-    stacks: set[nn.Parameter] = set()
-    elementwise: set[nn.Parameter] = set()
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            stacks |= set(module.parameters(recurse=False)) - vectors
-        elif isinstance(module, nn.Embedding) or name.rpartition(".")[2] in ("head", "lm_head", "classifier"):
-            elementwise |= set(module.parameters())
-    trained = [p for p in model.parameters() if p.requires_grad]
-    chosen = {
-        "stack": [p for p in trained if p in stacks],
-        "one": [p for p in trained if p not in stacks | vectors | elementwise],
+    stacks = _stacks_of(model) - vectors
+    elementwise = {
+        parameter
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) or name.rpartition(".")[2] in ("head", "lm_head", "classifier")
+        for parameter in module.parameters()
     }
-    rest = [p for p in trained if p in elementwise - vectors]
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": weight_decay, "matrices": kind} for kind, parameters in chosen.items()
-    ]
-    groups += [
-        {"params": rest, "weight_decay": weight_decay, "matrices": "none"},
-        {"params": [p for p in trained if p in vectors], "weight_decay": 0.0, "matrices": "none"},
+        {"params": [p for p in trained if p in chosen], "weight_decay": decay, "matrices": kind}
+        for kind, decay, chosen in (
+            ("stack", weight_decay, stacks),
+            ("one", weight_decay, set(trained) - stacks - vectors - elementwise),
+            ("none", weight_decay, elementwise - vectors),
+            ("none", 0.0, vectors),
+        )
     ]
     return [group for group in groups if group["params"]]
 
