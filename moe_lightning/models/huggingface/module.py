@@ -181,14 +181,10 @@ class HuggingFaceConfig:
         """
         if values is not None:
             config = config_from(values)
-        elif self.upcycling is None:
-            config = read_config(
-                model_folder(self.pretrained), tuple(FAMILIES), self.overrides, elsewhere=_DENSE | UNSUPPORTED
-            )
         else:
-            config = read_config(
-                model_folder(self.pretrained), tuple(DENSE_FAMILIES), self.overrides, elsewhere=_SPARSE
-            )
+            sparse, dense = (tuple(FAMILIES), _DENSE | UNSUPPORTED), (tuple(DENSE_FAMILIES), _SPARSE)
+            known, elsewhere = sparse if self.upcycling is None else dense
+            config = read_config(model_folder(self.pretrained), known, self.overrides, elsewhere=elsewhere)
         longest = getattr(config, "max_position_embeddings", self.context_length)
         if self.context_length > longest:
             raise ConfigurationError(
