@@ -133,19 +133,12 @@ def _shapes(export: Export, dense: Mapping[str, Tensor]) -> Iterator[tuple[str, 
     for name in export.dense:
         yield _name(export, name), tuple(dense[name].shape)
     config = export.config
-    sizes_EFD = (_num_experts(config), _d_expert(config), config.hidden_size)
+    family = export.family
+    sizes_EFD = (getattr(config, family.num_experts), getattr(config, family.d_expert), config.hidden_size)
     sizes_EDF = (sizes_EFD[0], sizes_EFD[2], sizes_EFD[1])
     for index in range(len(export.blocks)):
         for part, shape in (("gate", sizes_EFD), ("up", sizes_EFD), ("down", sizes_EDF)):
             yield f"blk.{index}.ffn_{part}_exps.weight", shape
-
-
-def _num_experts(config: Any) -> int:
-    return int(getattr(config, "num_experts", None) or config.num_local_experts)
-
-
-def _d_expert(config: Any) -> int:
-    return int(getattr(config, "moe_intermediate_size", config.intermediate_size))
 
 
 def _tensors(
@@ -173,8 +166,8 @@ def _add_options(writer: Any, export: Export) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_expert_feed_forward_length(_d_expert(config))
-    writer.add_expert_count(_num_experts(config))
+    writer.add_expert_feed_forward_length(getattr(config, export.family.d_expert))
+    writer.add_expert_count(getattr(config, export.family.num_experts))
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
