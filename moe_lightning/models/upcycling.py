@@ -127,7 +127,7 @@ class DenseFamily:
     Attributes:
         reader: of its feed-forward layers.
         layers: finds these in a model.
-        activation: the name of the activation, from the configuration.
+        activation: key of the configuration that names the activation.
         auto_class: the transformers class that makes the model of the configuration.
         exported: the MoE configuration of the same function and its family; None: transformers has no such class.
         keyed: puts randomness that follows samples in the place of torch's, so that the loss depends on no number of
@@ -136,7 +136,7 @@ class DenseFamily:
 
     reader: ExpertReader
     layers: Callable[[nn.Module], Iterator[DenseLayer]]
-    activation: Callable[[Any], str]
+    activation: str = "hidden_act"
     auto_class: str = "AutoModelForCausalLM"
     exported: Callable[[Any, SparseLayers], tuple[Any, Family]] | None = None
     keyed: Callable[[nn.Module], None] | None = None
@@ -165,7 +165,7 @@ class UpcycledArchitecture(Architecture):
         self.reader = self._family.reader
         if getattr(config, "mlp_bias", False):
             raise ConfigurationError(f"mlp_bias=true of this {config.model_type} is not known: only false is")
-        name = self._family.activation(config)
+        name = str(getattr(config, self._family.activation))
         is_gated = isinstance(self.reader, GatedFeedForward)
         if name not in _ACTIVATIONS or (_ACTIVATIONS[name] == "swiglu") != is_gated:
             raise ConfigurationError(
@@ -314,19 +314,14 @@ def _moe_config(model_type: str, config: Any, sparse: SparseLayers, others: Mapp
 
 
 def _llama_like(exported: Callable[[Any, SparseLayers], tuple[Any, Family]]) -> DenseFamily:
-    return DenseFamily(
-        reader=GatedFeedForward(),
-        layers=_llama_layers,
-        activation=lambda config: str(config.hidden_act),
-        exported=exported,
-    )
+    return DenseFamily(reader=GatedFeedForward(), layers=_llama_layers, exported=exported)
 
 
 DENSE_FAMILIES: dict[str, DenseFamily] = {
     "gpt2": DenseFamily(
         reader=PlainFeedForward(up="c_fc", down="c_proj", is_transposed=False),
         layers=_gpt2_layers,
-        activation=lambda config: str(config.activation_function),
+        activation="activation_function",
     ),
     "llama": _llama_like(_as_mixtral),
     "mistral": _llama_like(_as_mixtral),
@@ -334,7 +329,6 @@ DENSE_FAMILIES: dict[str, DenseFamily] = {
     "swinv2": DenseFamily(
         reader=PlainFeedForward(up="intermediate.dense", down="output.dense", is_transposed=True),
         layers=_swin_layers,
-        activation=lambda config: str(config.hidden_act),
         auto_class="AutoModelForImageClassification",
         keyed=_swin_keyed,
     ),
