@@ -11,6 +11,7 @@ Legend: T tokens, K choices, M rows, E experts, N ranks, S or C slots, D model w
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -59,10 +60,7 @@ class BufferPool:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised CPU tensor; NaN where torch is told to fill uninitialised memory, as `torch.empty` does."""
-        count = 1
-        for size in shape:
-            count *= size
-        num_bytes = count * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LARGE:
             return torch.empty(tuple(shape), dtype=dtype)
         block = self._take(num_bytes)

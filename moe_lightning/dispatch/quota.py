@@ -428,11 +428,6 @@ class _Demand:
     segment: IntArray
 
     @property
-    def shares(self) -> IntArray:
-        """Replicas of the pair."""
-        return self.pairs.replicas
-
-    @property
     def has_choice(self) -> bool:
         """True if any expert has several holders."""
         return len(self.starts) < len(self.pairs.experts) and self.pairs.shape[1] > 1
@@ -470,7 +465,7 @@ def equal_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
 def equal_split(tokens: IntArray, pairs: Pairs, speeds: IntArray | None = None) -> IntArray:
     """int64 [P]: `equal_quota` of holders that are given as pairs, which does not depend on their speeds."""
     demand = _demand(tokens, pairs)
-    return demand.split(demand.shares)
+    return demand.split(pairs.replicas)
 
 
 def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None = None) -> IntArray:

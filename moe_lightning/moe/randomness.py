@@ -107,10 +107,6 @@ class SampleStream:
         self.first_sample = self.num_samples = self.total_samples = 0
         self.is_dummy_batch = self._is_driven = False
 
-    def global_rows(self, num_rows: int, device: torch.device) -> Tensor:
-        """Global index of each local row; a sample owns num_rows * parts / num_samples consecutive ones."""
-        return torch_kernels.global_rows(self._draw(0, num_rows), num_rows, device)
-
     def draw(self, tag: int, num_rows: int) -> ops.Draw:
         """The numbers keyed by (seed, step, tag, global row, column); a stream that nobody drives makes a step."""
         if not self._is_driven:
