@@ -11,8 +11,9 @@ Shapes: S slots of this rank, E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -114,10 +115,6 @@ class _Piece:
         index = self.holders.index(holder)
         return self.flat()[self.bounds[index] : self.bounds[index + 1]]
 
-    def length(self, holder: int) -> int:
-        index = self.holders.index(holder)
-        return self.bounds[index + 1] - self.bounds[index]
-
 
 class ReplicaSum:
     """Adds replica gradients in place; built once for a placement, used after every backward pass.
@@ -164,45 +161,49 @@ class ReplicaSum:
 
         Every rank takes part in the exchanges, also one without replicated rows: the collectives span the world.
         """
-        me, peers = self._world.rank, range(self._world.size)
-        outgoing = [[self._share(piece, peer) for piece in self._shared(pieces, peer)] for peer in peers]
-        sizes_in = [sum(self._share(piece, me).numel() for piece in self._shared(pieces, peer)) for peer in peers]
-        arrived, cursors = self._exchange(outgoing, sizes_in, dtype), _starts(sizes_in)
+        me = self._world.rank
+        arrived = self._exchange(pieces, dtype, self._share, lambda piece, _: self._share(piece, me))
         for piece in pieces:
-            own, copies = self._share(piece, me), []
-            for holder in piece.holders:
-                start = cursors[holder]
-                copies.append(own if holder == me else arrived[start : start + own.numel()])
-                cursors[holder] += own.numel()
+            own = self._share(piece, me)
+            copies = [own if holder == me else next(arrived[holder]) for holder in piece.holders]
             ops.sum_in_rank_order(torch.stack(copies), out=own)
         if not self._sends_whole:
-            self._hand_back(pieces, dtype)
+            sums = self._exchange(pieces, dtype, lambda piece, _: piece.part(me), _Piece.part)
+            for piece in pieces:
+                for holder in piece.holders:
+                    if holder != me:
+                        piece.part(holder).copy_(next(sums[holder]))
 
     def _share(self, piece: _Piece, holder: int) -> Tensor:
         """Return the part of a gradient that this holder sums."""
         return piece.flat() if self._sends_whole else piece.part(holder)
 
-    def _hand_back(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
-        me = self._world.rank
-        outgoing = [[piece.part(me) for piece in self._shared(pieces, peer)] for peer in range(self._world.size)]
-        sizes_in = [sum(piece.length(peer) for piece in self._shared(pieces, peer)) for peer in range(self._world.size)]
-        arrived, cursors = self._exchange(outgoing, sizes_in, dtype), _starts(sizes_in)
-        for piece in pieces:
-            for holder in piece.holders:
-                if holder != me:
-                    target = piece.part(holder)
-                    target.copy_(arrived[cursors[holder] : cursors[holder] + target.numel()])
-                    cursors[holder] += target.numel()
+    def _exchange(
+        self,
+        pieces: Sequence[_Piece],
+        dtype: torch.dtype,
+        sent: Callable[[_Piece, int], Tensor],
+        wanted: Callable[[_Piece, int], Tensor],
+    ) -> list[Iterator[Tensor]]:
+        """Exchange a part of every piece with each other holder.
 
-    def _shared(self, pieces: Sequence[_Piece], peer: int) -> list[_Piece]:
-        """Return the pieces that both this rank and another one hold."""
-        return [piece for piece in pieces if peer in piece.holders and peer != self._world.rank]
+        Args:
+            pieces: of one dtype.
+            dtype: theirs.
+            sent: (piece, holder) -> the part for this holder.
+            wanted: (piece, holder) -> a part as large as what comes from there.
 
-    def _exchange(self, outgoing: Sequence[Sequence[Tensor]], sizes_in: Sequence[int], dtype: torch.dtype) -> Tensor:
-        parts = [part for to_peer in outgoing for part in to_peer]
-        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self._world.device)
-        sizes_out = [sum(part.numel() for part in to_peer) for to_peer in outgoing]
-        return PendingExchange(flat, sizes_out, sizes_in, self._world).wait()
+        Returns:
+            For each rank the parts that it sent, in the order of the pieces.
+        """
+        ranks = range(self._world.size)
+        shared = [[p for p in pieces if rank in p.holders and rank != self._world.rank] for rank in ranks]
+        parts = [[sent(piece, rank) for piece in shared[rank]] for rank in ranks]
+        sizes = [[wanted(piece, rank).numel() for piece in shared[rank]] for rank in ranks]
+        nothing = torch.empty(0, dtype=dtype, device=self._world.device)
+        sizes_out, sizes_in = [sum(part.numel() for part in of) for of in parts], [sum(of) for of in sizes]
+        arrived = PendingExchange(torch.cat([nothing, *chain(*parts)]), sizes_out, sizes_in, self._world).wait()
+        return [iter(torch.split(rows, of)) for rows, of in zip(torch.split(arrived, sizes_in), sizes, strict=True)]
 
 
 def _whole_copies_are_cheap(stacks: Sequence[ExpertStack], num_ranks: int) -> bool:
@@ -231,10 +232,3 @@ def _replicated_rows(stack: ExpertStack) -> Iterator[_Piece]:
             if len(holders) > 1:
                 bounds = cut(parameter[slot].numel(), len(holders))
                 yield _Piece(parameter=parameter, slot=slot, holders=holders, bounds=bounds)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    starts = [0]
-    for size in sizes[:-1]:
-        starts.append(starts[-1] + size)
-    return starts
