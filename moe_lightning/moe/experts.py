@@ -457,12 +457,10 @@ class Experts(private_torch.Float32Module):
         Returns:
             [M, D] in the dtype that autocast asks for, else that of x.
         """
-        dtype = computed_in(x_MD)
+        if self.takes_tokens(x_MD):
+            return self._fused(x_MD, tokens_per_slot_S, weights)
         stacks = self.stacked_parameters() if weights is None else weights
-        if "b_up" not in stacks and self.adapter is None and ops.fuses_experts(x_MD):
-            up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
-            return ops.expert_mlp(x_MD.to(dtype), up_SDH, down_SFD, tokens_per_slot_S, self.activation)
-        hidden_MF = self._linear(x_MD.to(dtype), "up", stacks, tokens_per_slot_S)
+        hidden_MF = self._linear(x_MD.to(computed_in(x_MD)), "up", stacks, tokens_per_slot_S)
         hidden_MF = ops.expert_activation(hidden_MF, self.activation)
         return self._linear(hidden_MF, "down", stacks, tokens_per_slot_S)
 
@@ -483,17 +481,13 @@ class Experts(private_torch.Float32Module):
         return out_MF
 
     def takes_tokens(self, x_TD: Tensor) -> bool:
-        """Return True if `of_tokens` saves anything for such rows: without biases and adapters, where gathering is
-        free.
+        """Return True if such rows are computed fused, without biases and adapters, so that `of_tokens` gathers them
+        for nothing.
         """
         return self.b_up is None and self.adapter is None and ops.fuses_experts(x_TD)
 
     def of_tokens(
-        self,
-        x_TD: Tensor,
-        sort: ExpertSort,
-        weights_TK: Tensor,
-        weights: Mapping[str, Tensor] | None = None,
+        self, x_TD: Tensor, sort: ExpertSort, weights_TK: Tensor, weights: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         """[T, D]: of each token the weighted sum over its experts, all of which are here; see `forward`.
 
@@ -502,18 +496,20 @@ class Experts(private_torch.Float32Module):
             sort: their assignments by slot.
             weights_TK: of each assignment.
         """
-        dtype = computed_in(x_TD)
-        stacks = self.stacked_parameters() if weights is None else weights
+        return self._fused(x_TD, sort.tokens_per_expert_E, weights, sort, weights_TK)
+
+    def _fused(
+        self,
+        x: Tensor,
+        counts_S: Tensor,
+        weights: Mapping[str, Tensor] | None,
+        sort: ExpertSort | None = None,
+        weights_TK: Tensor | None = None,
+    ) -> Tensor:
+        dtype, stacks = computed_in(x), self.stacked_parameters() if weights is None else weights
         up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
-        return ops.expert_mlp(
-            x_TD.to(dtype),
-            up_SDH,
-            down_SFD,
-            sort.tokens_per_expert_E,
-            self.activation,
-            sort=sort,
-            weights_TK=weights_TK,
-        )
+        kind = self.activation
+        return ops.expert_mlp(x.to(dtype), up_SDH, down_SFD, counts_S, kind, sort=sort, weights_TK=weights_TK)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, slots={list(self.slot_experts)}, activation={self.activation}"
