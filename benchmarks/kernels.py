@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import kernels_cuda
-from benchmarks.kernel_contenders import SIZES, Contender, Shape, contenders
+from benchmarks.kernel_contenders import SIZES, Contender, Shape, contenders, swiglu
 from benchmarks.measuring import interleaved_medians
 from moe_lightning import kernels as ops
 from moe_lightning.arguments import Count, option
@@ -72,7 +72,7 @@ def operations_table(shape: Shape, dtype: torch.dtype, rounds: int, other: str) 
     """Forward and backward of each operation: ours against the obvious torch expression, or against the reference."""
     rows = []
     for name, ours, plain, leaves in _operations(shape, dtype):
-        calls: dict[str, Call] = {"ours": ours, other: plain if other == "torch" else _in_reference(ours)}
+        calls: dict[str, Call] = {"ours": ours, other: plain if other == "torch" else ops.backend("reference")(ours)}
         results = {key: call() for key, call in calls.items()}
         grad = torch.ones_like(results["ours"])
         backwards = {key: _gradients(result, leaves, grad) for key, result in results.items()}
@@ -106,10 +106,6 @@ def _operations(shape: Shape, dtype: torch.dtype) -> list[tuple[str, Call, Call,
     h_MH = randn(num_rows, 2 * shape.d_expert)
     sizes = counts_E.tolist()
 
-    def plain_swiglu() -> Tensor:
-        gate, up = h_MH.chunk(2, dim=1)
-        return F.silu(gate) * up
-
     return [
         (
             "top_k",
@@ -135,16 +131,8 @@ def _operations(shape: Shape, dtype: torch.dtype) -> list[tuple[str, Call, Call,
             lambda: torch.cat([x @ weight_EDF[e] for e, x in enumerate(torch.split(rows_MD, sizes))]),
             (rows_MD, weight_EDF),
         ),
-        ("swiglu", lambda: ops.expert_activation(h_MH, "swiglu"), plain_swiglu, (h_MH,)),
+        ("swiglu", lambda: ops.expert_activation(h_MH, "swiglu"), lambda: swiglu(h_MH), (h_MH,)),
     ]
-
-
-def _in_reference(call: Call) -> Call:
-    def reference() -> Tensor:
-        with ops.backend("reference"):
-            return call()
-
-    return reference
 
 
 def mlp_table(shape: Shape, dtype: torch.dtype, rounds: int) -> str:
