@@ -24,6 +24,7 @@ from moe_lightning.cli.short_training import MODULE, rank_failures_as_user_error
 from moe_lightning.elastic.launcher import ElasticLauncher, LocalLauncher
 from moe_lightning.elastic.membership import ElasticSettings
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import replace_text
 from moe_lightning.strategies.recovery import PHASES
 
 SETTINGS = ElasticSettings(heartbeat_timeout_s=0.5, join_window_s=0.2)
@@ -97,9 +98,7 @@ class DiaryReader:
     def stop(self) -> None:
         """Let the ranks end, all at one step."""
         last = max((entry["step"] for entry in self.read() if entry["kind"] == "step"), default=0)
-        staged = self._folder / f".{STOP}"
-        staged.write_text(str(last + _AHEAD))
-        staged.rename(self._folder / STOP)
+        replace_text(self._folder / STOP, str(last + _AHEAD))
 
 
 @dataclass(kw_only=True)

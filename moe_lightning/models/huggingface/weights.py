@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.files import read_text, save_safetensors
+from moe_lightning.files import read_text, replace_text, save_safetensors
 from moe_lightning.hub import INDEX, SINGLE
 
 FP8_SCALE = "_scale_inv"
@@ -78,9 +78,6 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     nibbles = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS
     return torch.ldexp(values[nibbles.long()], exponents).to(torch.bfloat16).flatten(-2).transpose(-1, -2)
-
-
-_NEW = ".new"
 
 
 class WeightsFolder:
@@ -199,7 +196,7 @@ def write_weights(path: Path, files: Iterable[Mapping[str, Tensor]]) -> int:
     """
     staged, where, total = [], dict[str, int](), 0
     for number, tensors in enumerate(files):
-        staged.append(path / f"{number}{_NEW}")
+        staged.append(path / f"{number}.new")
         dense = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         save_safetensors(dense, staged[-1], {"format": "pt"})
         where |= dict.fromkeys(tensors, number)
@@ -208,9 +205,8 @@ def write_weights(path: Path, files: Iterable[Mapping[str, Tensor]]) -> int:
     for source, name in zip(staged, names, strict=True):
         os.replace(source, path / name)
     weight_map = {name: names[number] for name, number in sorted(where.items())}
-    index = path / f"{INDEX}{_NEW}"
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
-    os.replace(index, path / INDEX)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    replace_text(path / INDEX, json.dumps(index, indent=2) + "\n")
     return total
 
 
