@@ -263,6 +263,10 @@ class MarkedTurns:
             written.append((self.padding, turn.is_learned) if turn.role == "assistant" else ("\n", False))
         return written
 
+    def num_left_out(self, said: Conversation) -> int:
+        """Number of answers to learn that are not predicted."""
+        return 0
+
     def prompt(self, turns: Sequence[Turn]) -> str:
         """The text that asks for the next answer."""
         return "".join(text for text, _ in self.pieces(Conversation(tuple(turns)))) + "<|assistant|>\n"
@@ -281,8 +285,8 @@ class TemplatedTurns:
     """As the chat template of a Hugging Face tokenizer writes them.
 
     An answer is what the template adds to the turns before it. Where that has no end, as with GLM, the token that opens
-    the next turn belongs to it: a model stops by that one. A template that writes earlier answers otherwise once others
-    follow (some drop reasoning) has only the last answer predicted.
+    the next turn belongs to it: a model stops by that one. An earlier answer that the template writes otherwise once
+    other turns follow (some drop reasoning) is not predicted.
 
     Args:
         tokenizer: of transformers, with a chat template.
@@ -341,15 +345,12 @@ class TemplatedTurns:
             ValueError: it cannot be written so.
         """
         whole = self._written(said)
-        learned = [index for index, turn in enumerate(said.turns) if turn.is_learned]
-        for chosen in (learned, learned[-1:]):
-            spans = [(self._before(said, i), self._written(said, i + 1)) for i in chosen]
-            if all(whole.startswith(end) and end.startswith(start) for start, end in spans):
-                break
-        else:
-            raise ValueError(_misplaced(*spans[-1]))
+        answers = self._answers(said)
+        fitting = _fitting(whole, answers)
+        if answers and (last := max(answers)) not in fitting:
+            raise ValueError(_misplaced(*answers[last]))
         written, at = [], 0
-        for index, (start, end) in zip(chosen, spans, strict=True):
+        for index, (start, end) in fitting.items():
             written += [(whole[at : len(start)], False), (whole[len(start) : len(end)], True)]
             at = len(end)
             opening = self._opening_behind(said.turns, index)
@@ -357,6 +358,16 @@ class TemplatedTurns:
                 written.append((opening, True))
                 at += len(opening)
         return [piece for piece in (*written, (whole[at:], False)) if piece[0]]
+
+    def num_left_out(self, said: Conversation) -> int:
+        """Number of answers to learn that are not predicted."""
+        answers = self._answers(said)
+        return len(answers) - len(_fitting(self._written(said), answers))
+
+    def _answers(self, said: Conversation) -> dict[int, tuple[str, str]]:
+        """The text that asks for each answer to learn, and the text up to its end, by its turn."""
+        learned = (index for index, turn in enumerate(said.turns) if turn.is_learned)
+        return {index: (self._before(said, index), self._written(said, index + 1)) for index in learned}
 
     @property
     def end(self) -> str:
@@ -437,6 +448,15 @@ class TemplatedTurns:
             )
         except Exception as error:  # a template is a program of its own, and raises what it likes
             raise ValueError(f"the chat template of the tokenizer refuses it: {error}") from error
+
+
+def _fitting(whole: str, answers: Mapping[int, tuple[str, str]]) -> dict[int, tuple[str, str]]:
+    """Return the answers that stand in the whole text as a model is asked for them."""
+    return {
+        index: (start, end)
+        for index, (start, end) in answers.items()
+        if whole.startswith(end) and end.startswith(start)
+    }
 
 
 def _misplaced(asked: str, answered: str) -> str:
@@ -650,18 +670,20 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
             return self._lengths
         return np.array([len(self._tokens(index)[0]) for index in range(len(self))], dtype=np.int64)
 
-    def learnable(self, most: int) -> tuple[int, list[int], int]:
+    def learnable(self, most: int) -> tuple[int, list[int], int, int]:
         """Return, of the first `most` conversations, and of more until one is found, how many were looked at, those in
-        which anything is predicted, and how many of these are cut before what is predicted ends.
+        which anything is predicted, how many of these are cut before what is predicted ends, and how many answers of
+        all of them are not predicted, see `TemplatedTurns`.
         """
-        looked_at, found, num_cut, size = 0, list[int](), 0, self._length + 1
+        looked_at, found, num_cut, num_left_out, size = 0, list[int](), 0, 0, self._length + 1
         while looked_at < len(self) and (looked_at < most or not found):
-            predicted = self._tokens(looked_at)[1]
-            if any(predicted[1:size]):  # nothing predicts the first one
+            encoded = self.encoded(looked_at)
+            if encoded.is_predicted[1:size].any():  # nothing predicts the first one
                 found.append(looked_at)
-                num_cut += any(predicted[size:])
+                num_cut += int(encoded.is_predicted[size:].any())
+            num_left_out += self._written.num_left_out(encoded.said)
             looked_at += 1
-        return looked_at, found, num_cut
+        return looked_at, found, num_cut, num_left_out
 
     def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         size = self._length + 1
@@ -677,11 +699,13 @@ class Encoded:
     """A conversation in tokens.
 
     Attributes:
+        said: the conversation.
         text: as it is written.
         tokens, places: see `Tokenizer.encode`.
         is_predicted: bool [count], True for tokens that cover any character of an answer.
     """
 
+    said: Conversation
     text: str
     tokens: NDArray[np.integer]
     places: NDArray[np.int64]
@@ -741,7 +765,7 @@ def encode(said: Conversation, written: ChatFormat, tokenizer: Tokenizer) -> Enc
     first, last = np.searchsorted(is_text, is_text[starts], side="right") - 1, np.searchsorted(is_text, is_text[ends])
     has_text = is_text[ends] > is_text[starts]
     starts, ends = np.where(has_text, first, starts), np.where(has_text, last, ends)
-    return Encoded(text, tokens, places, before[ends] > before[starts])
+    return Encoded(said, text, tokens, places, before[ends] > before[starts])
 
 
 @validated
@@ -922,9 +946,10 @@ class InstructionData(StepDataModule):
 
     def _first_learnable(self, train: Conversations) -> int:
         """The first conversation of which anything is learned: refuse, or where it concerns only some say, that windows
-        end before the answers begin; say that they end before these do, which the line about packs says otherwise.
+        end before the answers begin; say that they end before these do, which the line about packs says otherwise, and
+        that the template leaves answers out of what is learned.
         """
-        looked_at, found, num_cut = train.learnable(_SAMPLE)
+        looked_at, found, num_cut, num_left_out = train.learnable(_SAMPLE)
         cause = f"context_length={self.context_length} ends before an answer of {self._path} begins"
         if not found:
             raise ConfigurationError(f"{cause}, in all {looked_at} conversations: there is nothing to learn, raise it")
@@ -934,6 +959,12 @@ class InstructionData(StepDataModule):
             rank_zero_warn(
                 f"context_length={self.context_length} cuts {num_cut} of {looked_at} conversations that were looked at "
                 "before their answers end, so that the rest is not learned: raise it, or shorten them"
+            )
+        if num_left_out:
+            rank_zero_warn(
+                f"the chat template of {self.tokenizer} writes {num_left_out} answers of {looked_at} conversations "
+                "that were looked at otherwise once other turns follow, so that they are not learned: make a "
+                "conversation that ends with each of them, or give a tokenizer whose template writes all answers alike"
             )
         return found[0]
 

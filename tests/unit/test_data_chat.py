@@ -106,6 +106,44 @@ def test_a_template_that_rewrites_earlier_answers_has_its_last_one_predicted(tmp
     assert "<think>x" not in "".join(text for text, _ in pieces)
 
 
+# As Qwen3's: of earlier turns than the last question nothing is kept that an answer has reasoned.
+SINCE_THE_LAST_QUESTION = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['reasoning_content'] and loop.index0 > ns.last %}<think>{{ m['reasoning_content'] }}</think>{% endif %}"
+    "{{ m['content'] or '' }}{% for c in m['tool_calls'] or [] %}{{ c['function'] | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_each_answer_that_is_written_as_it_is_asked_for_is_predicted(tmp_path: Path) -> None:
+    """Whatever the template makes of the others."""
+    written = chat_format(tokenizer_folder(tmp_path, SINCE_THE_LAST_QUESTION), None)
+    thinks, asks = {"role": "assistant", "reasoning_content": "t"}, {"role": "user", "content": "q"}
+    call = {**thinks, "tool_calls": [{"function": {"name": "f"}}]}
+    turns = [asks, {**thinks, "content": "a"}, asks, call, {"role": "tool", "content": "r"}, {**thinks, "content": "b"}]
+    conversation = Conversation.of({"messages": turns})
+    learned = [text for text, is_predicted in written.pieces(conversation) if is_predicted]
+    assert learned == ['<think>t</think>{"name": "f"}<|im_end|>\n', "<think>t</think>b<|im_end|>\n"]
+    assert written.num_left_out(conversation) == 1
+
+
+@pytest.mark.parametrize("template", [CHATML, SINCE_THE_LAST_QUESTION])
+def test_answers_that_a_template_leaves_out_are_told(template: str, tmp_path: Path) -> None:
+    path = tokenizer_folder(tmp_path / "model", template)
+    turns = [{"role": role, "content": content} for role, content in TURNS]
+    if template != CHATML:
+        turns = [{**turn, "reasoning_content": "t"} for turn in turns]
+    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
+    data = InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path, context_length=128, global_batch_size=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.setup()
+    told = [str(warning.message) for warning in caught if "not learned" in str(warning.message)]
+    assert len(told) == (template != CHATML)
+    assert all("writes 2 answers of 2 conversations that were looked at otherwise" in line for line in told)
+
+
 # Answers have no end: the token of the next turn is their end.
 GLM = (
     "[gMASK]<sop>{% for m in messages %}{% if not loop.first %}{{ 'GAP' }}{% endif %}"
