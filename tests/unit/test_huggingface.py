@@ -337,6 +337,18 @@ def test_the_balance_loss_has_the_weight_of_the_checkpoint(name: str, layers: in
         assert layer.router.config.aux_loss_coef == 0.3
 
 
+@pytest.mark.parametrize(("given", "taken"), [(None, 0.0), (0.001, 0.001), (0.0, 0.0)])
+def test_a_weight_that_would_outweigh_the_loss_is_left_out(given: float | None, taken: float, tmp_path: Path) -> None:
+    """As GPT-OSS has it, whose makers and transformers do not use it."""
+    make_checkpoint("gpt_oss", tmp_path, router_aux_loss_coef=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = load(tmp_path, router={"aux_loss_coef": given})
+    assert {layer.router.config.aux_loss_coef for layer in module.architecture.layers.values()} == {taken}
+    told = [str(warning.message) for warning in caught if "router_aux_loss_coef=0.9" in str(warning.message)]
+    assert len(told) == (given is None)
+
+
 def data_of(
     kind: type[TextData | InstructionData], folder: Path, tokenizer: str, end_token: str | None = "<end>"
 ) -> TextData | InstructionData:

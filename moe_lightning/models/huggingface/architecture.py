@@ -20,6 +20,9 @@ from moe_lightning.moe.router import RouterConfig
 IS_TOKEN = "is_token"
 """Keyword of the model's forward pass, bool [B, L]: False where an input is padding that no expert gets."""
 
+_MOST_BALANCE = 0.1
+"""Largest router_aux_loss_coef of a checkpoint that is taken over: GPT-OSS has 0.9, which no training uses."""
+
 
 class SparseBlock(nn.Module):
     """[..., D] -> [..., D]: an MoE layer, and the shared experts of the replaced block beside it, under their names.
@@ -128,11 +131,13 @@ class Architecture(ABC):
         on_disk: pairs (part of a tensor's name in the model, its replacement on disk), applied in order.
         layers: the MoE layers by the names of their blocks, in the model's order; empty before `install`.
         reader: of the experts' first weights.
+        unused_balance: router_aux_loss_coef of the checkpoint where it is so large that 0 is taken instead; else None.
     """
 
     auto_class = "AutoModelForCausalLM"
     on_disk: tuple[tuple[str, str], ...] = ()
     reader: ExpertReader
+    unused_balance: float | None = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -190,7 +195,12 @@ class SparseArchitecture(Architecture):
                 f"{config.model_type} has no room for: use aux_loss_coef"
             )
         self._router = build_config(RouterConfig, self._arguments["router"] | options)
-        self._has_own_balance = "aux_loss_coef" in options
+        self._balance: float | None = None
+        if "aux_loss_coef" not in options:
+            theirs = getattr(config, "router_aux_loss_coef", None) or 0.0
+            if theirs > _MOST_BALANCE:
+                self.unused_balance, theirs = theirs, 0.0
+            self._balance = theirs
 
     def install(self, model: nn.Module) -> None:
         blocks = [
@@ -199,10 +209,9 @@ class SparseArchitecture(Architecture):
             if name.endswith(f".{self.family.block}") and hasattr(block, "experts")
         ]
         router = self._router
-        if not self._has_own_balance:
+        if self._balance is not None:
             # Theirs takes sums over choices and means over layers with experts; ours takes shares, and layers add up.
-            theirs = getattr(self.config, "router_aux_loss_coef", None) or 0.0
-            coefficient = theirs * router.top_k / max(1, len(blocks))
+            coefficient = self._balance * router.top_k / max(1, len(blocks))
             router = replace(router, aux_loss_coef=coefficient)
         for name, block in blocks:
             moe = MoELayer(**self._arguments | {"router": router})

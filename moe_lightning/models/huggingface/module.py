@@ -123,7 +123,8 @@ class HuggingFaceConfig:
         context_length: most tokens in a sequence; the data are cut to it.
         router: options of `RouterConfig` for the routers of a pretrained MoE: those that do not change the trained
             function. None: as in the checkpoint, whose router_aux_loss_coef is brought to the scale of our loss; one
-            without it, such as DeepSeek's, is trained without a loss for balance.
+            without it, such as DeepSeek's, or with more than 0.1, such as GPT-OSS, is trained without a loss for
+            balance.
         overrides: values to set in the checkpoint's configuration, such as dropout probabilities. nn.Dropout gives up
             the same loss on any number of ranks, so set them to 0 where that matters.
         gradient_checkpointing: recompute layers in the backward pass instead of keeping their activations.
@@ -239,6 +240,12 @@ class HuggingFaceModule(SupervisedModule):
     def configure_model(self) -> None:
         if hasattr(self, "model"):
             return
+        if (unused := self.architecture.unused_balance) is not None:
+            rank_zero_warn(
+                f"router_aux_loss_coef={unused:g} of {self.config.pretrained} exceeds 0.1 and would outweigh the "
+                "loss, so the model is trained without a loss for balance: set model.router.aux_loss_coef, such as "
+                "0.001, or 0 to leave this warning out"
+            )
         self.model = load_model(self.architecture, self.config.weights(), self.config.adapter)
         self.hparams["huggingface"] = _plain(self.architecture.config)  # which the weights may have untied
         self.model.train()
