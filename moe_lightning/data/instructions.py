@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -286,7 +287,8 @@ class TemplatedTurns:
 
     An answer is what the template adds to the turns before it. Where that has no end, as with GLM, the token that opens
     the next turn belongs to it: a model stops by that one. An earlier answer that the template writes otherwise once
-    other turns follow (some drop reasoning) is not predicted.
+    other turns follow (some drop reasoning) is not predicted. The date of today, where the template writes it, is that
+    of `_DAY`, so that a conversation has the same tokens whenever it is read.
 
     Args:
         tokenizer: of transformers, with a chat template.
@@ -297,6 +299,7 @@ class TemplatedTurns:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        tokenizer.chat_template = _on_one_day(tokenizer.chat_template)
         self.padding = str(tokenizer.pad_token or tokenizer.eos_token or "")
         if not self.padding:
             raise ConfigurationError(
@@ -448,6 +451,18 @@ class TemplatedTurns:
             )
         except Exception as error:  # a template is a program of its own, and raises what it likes
             raise ValueError(f"the chat template of the tokenizer refuses it: {error}") from error
+
+
+_CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+"""Call by which chat templates write the date of today."""
+_DAY = date(2025, 1, 1)
+
+
+def _on_one_day(template: Any) -> Any:
+    """Write a day into a chat template, or into each of several by their names, where it asks for today."""
+    if isinstance(template, Mapping):
+        return {name: _on_one_day(each) for name, each in template.items()}
+    return template and _CLOCK.sub(lambda call: repr(_DAY.strftime(call[2])), template)
 
 
 def _fitting(whole: str, answers: Mapping[int, tuple[str, str]]) -> dict[int, tuple[str, str]]:

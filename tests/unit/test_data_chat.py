@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,6 +144,27 @@ def test_answers_that_a_template_leaves_out_are_told(template: str, tmp_path: Pa
     told = [str(warning.message) for warning in caught if "not learned" in str(warning.message)]
     assert len(told) == (template != CHATML)
     assert all("writes 2 answers of 2 conversations that were looked at otherwise" in line for line in told)
+
+
+@pytest.mark.parametrize("call", ["strftime_now('%Y-%m-%d')", 'strftime_now( "%B %d, %Y" )'])
+def test_a_template_that_writes_the_date_has_the_same_tokens_on_every_day(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.utils import chat_template_utils
+
+    path = tokenizer_folder(tmp_path / "model", "Today: {{ " + call + " }}\n" + CHATML)
+    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"prompt": "p", "response": "r"})] * 3))
+
+    def key(day: int) -> str:
+        monkeypatch.setattr(
+            chat_template_utils, "datetime", SimpleNamespace(now=lambda: datetime(2026, 11, day, tzinfo=UTC))
+        )
+        data = InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path, context_length=128, global_batch_size=1)
+        data.setup()
+        assert "Today: " in data.summary()
+        return data.train_dataloader().dataset.data_key
+
+    assert key(29) == key(30)
 
 
 # Answers have no end: the token of the next turn is their end.
