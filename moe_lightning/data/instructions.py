@@ -97,21 +97,26 @@ class Turn:
         """The turn without some of its other keys."""
         return replace(self, rest={name: value for name, value in self.rest.items() if name not in names})
 
-    def message(self) -> dict[str, Any]:
-        """The turn as chat templates want it, calls of tools with their arguments as objects."""
-        return {"role": self.role, "content": self.content, **self.rest, **_calls(self.rest)}
+    def message(self, *, as_text: bool = False) -> dict[str, Any]:
+        """The turn as chat templates want it, calls of tools with their arguments as objects or as JSON text."""
+        return {"role": self.role, "content": self.content, **self.rest, **_calls(self.rest, as_text)}
 
 
-def _calls(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Calls of tools with arguments that are JSON text, as OpenAI has them, read."""
+def _calls(rest: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    """Calls of tools, whose arguments may be JSON text, as OpenAI has them, or objects."""
     calls = copy.deepcopy(rest.get("tool_calls"))
     if not isinstance(calls, list):
         return {}
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else {}
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        if not isinstance(function, dict) or "arguments" not in function:
+            continue
+        arguments = function["arguments"]
+        if as_text and not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
             with suppress(ValueError):
-                function["arguments"] = json.loads(function["arguments"])
+                function["arguments"] = json.loads(arguments)
     return {"tool_calls": calls}
 
 
@@ -439,16 +444,22 @@ class TemplatedTurns:
 
     def _written(self, said: Conversation, count: int | None = None, *, asks: bool = False) -> str:
         """The first `count` turns, or all."""
-        turns = said.turns[:count]
-        try:
+
+        def written(as_text: bool) -> str:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [turn.message() for turn in turns],
+                    [turn.message(as_text=as_text) for turn in said.turns[:count]],
                     tools=list(said.tools) or None,
                     tokenize=False,
                     add_generation_prompt=asks,
                 )
             )
+
+        try:
+            try:
+                return written(as_text=False)
+            except TypeError:  # some templates, such as DeepSeek's, join the arguments of calls to other text
+                return written(as_text=True)
         except Exception as error:  # a template is a program of its own, and raises what it likes
             raise ValueError(f"the chat template of the tokenizer refuses it: {error}") from error
 

@@ -356,6 +356,18 @@ def test_tools_are_written_as_the_template_has_them(tmp_path: Path) -> None:
     assert [text for text, is_predicted in pieces if is_predicted] == [calls, "a<|im_end|>\n"]
 
 
+@pytest.mark.parametrize("arguments", ['{"x": "ü"}', {"x": "ü"}])
+def test_a_template_may_want_the_arguments_of_calls_as_text(arguments: Any, tmp_path: Path) -> None:
+    """As those of DeepSeek do."""
+    template = CALLING.replace("c['function'] | tojson", "c['function']['name'] + ' ' + c['function']['arguments']")
+    written = chat_format(tokenizer_folder(tmp_path, template), None)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    uses = Conversation.of({"messages": [USES_TOOLS[1], call, *USES_TOOLS[3:]]})
+    written.check(uses)
+    learned = [text for text, is_predicted in written.pieces(uses) if is_predicted]
+    assert learned == ['f {"x": "ü"}<|im_end|>\n', "a<|im_end|>\n"]
+
+
 def test_nulls_inside_tools_and_their_calls_are_absent(tmp_path: Path) -> None:
     """Arrow gives every row of a joined data set the parameters of all tools; JSON text keeps what it says."""
     written = chat_format(tokenizer_folder(tmp_path, CALLING.replace("t['name']", "t | tojson")), None)
