@@ -355,7 +355,7 @@ def _of_folder(folder: Path, given: str | None) -> LanguageModel:
             raise ConfigurationError(
                 f"{home} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
             )
-        theirs, spec = hugging_face_tokenizer(home), str(home / TOKENIZER_FILE)
+        theirs, spec = hugging_face_tokenizer(home, for_text=True), str(home / TOKENIZER_FILE)
         begin, decode = (lambda text: theirs(text)["input_ids"]), theirs.decode
     else:
         tokenizer, spec = _named(given), given

@@ -40,7 +40,7 @@ from moe_lightning.data.packing import Packed
 from moe_lightning.data.tokenizer import Tokenizer, check_tokenizer, is_trained, load_tokenizer, tokenizer_origin
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
-from moe_lightning.hub import tokenizer_file
+from moe_lightning.hub import TOKENIZER, tokenizer_file
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 
@@ -562,20 +562,25 @@ def _settings(folder: Path) -> dict[str, Any]:
     return said
 
 
-def hugging_face_tokenizer(folder: Path) -> Any:
+def hugging_face_tokenizer(folder: Path, *, for_text: bool = False) -> Any:
     """Load the tokenizer of a Hugging Face folder.
+
+    Args:
+        for_text: it encodes texts, by its tokenizer.json where there is one, as in training: some classes of
+            transformers split a text in a way of their own.
 
     Raises:
         ConfigurationError: it cannot be read, or transformers is missing.
     """
     try:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError:
         raise ConfigurationError(
             f"{folder} has a chat template, which needs transformers: pip install 'moe-lightning[hf]'"
         ) from None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        kind = PreTrainedTokenizerFast if for_text and (folder / TOKENIZER).is_file() else AutoTokenizer
+        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises nothing narrower
         raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
 

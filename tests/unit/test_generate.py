@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.checkpoint.inspect import checkpoint_files
 from moe_lightning.cli.generate import TextStream, main
+from moe_lightning.cli.language_model import open_language_model
 from moe_lightning.cli.run_directory import checkpoints
 from moe_lightning.cli.saved_model import open_saved
 from moe_lightning.data.documents import source_files
@@ -313,6 +314,25 @@ def test_a_chat_template_is_used(
     says(monkeypatch, "you?")
     assert run(capsys, tmp_path / "model", "--chat") == "h\N{LATIN SMALL LETTER E WITH ACUTE}\n"
     assert model.prompts == ["[user]you?<e>[assistant]"]
+
+
+def test_a_folder_has_the_tokens_of_its_file_whatever_its_class(tmp_path: Path) -> None:
+    """AutoTokenizer gives some classes a split of their own."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator(["2023 345678"] * 9, trainer)
+    in_groups = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\P{N}+"), "isolated")
+    raw.pre_tokenizer = pre_tokenizers.Sequence([in_groups, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    make_checkpoint("olmoe", tmp_path, vocab_size=300)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    text = "2023 and 345678"
+    by_class = transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
+    assert open_language_model(str(tmp_path)).begin(text) == raw.encode(text).ids != by_class
 
 
 def test_a_template_that_needs_a_system_turn_is_used(
