@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,13 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
         return int(begin if begin is not None else min(self._model.ends, default=self._bare("\n")[0]))
 
     @cached_property
+    def _ends(self) -> list[str]:
+        """Text that ends an answer of a dialogue, where its format has one."""
+        with suppress(ValueError):  # of a template that refuses a conversation of one question
+            return [self._written.end] if self._written is not None and self._written.end else []
+        return []
+
+    @cached_property
     def _beginning(self) -> str:
         return self._model.decode([self.prefix_token_id])
 
@@ -183,7 +190,7 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
 
     def _continued(self, prompt: str, given: dict[str, Any]) -> str:
         options = normalize_gen_kwargs(given)
-        stops, count = [stop for stop in options["until"] if stop], options["max_gen_toks"]
+        stops, count = [stop for stop in options["until"] if stop] + self._ends, options["max_gen_toks"]
         temperature = options["temperature"] if options["do_sample"] else None
         sampling = Sampling(
             temperature=temperature or None, top_k=options.get("top_k") or None, top_p=options.get("top_p", 1.0)

@@ -12,6 +12,8 @@ import torch
 import yaml
 
 from moe_lightning.cli.evaluate import main
+from moe_lightning.data.instructions import MarkedTurns
+from moe_lightning.data.tokenizer import ByteTokenizer
 from moe_lightning.errors import ConfigurationError
 from tests.huggingface_models import make_checkpoint
 from tests.parameters import slow
@@ -119,6 +121,22 @@ def test_an_answer_inside_the_last_token_of_its_question_has_its_own_tokens() ->
     assert asked._encode_pair("2 =", "1") == ([2, 3], [1])
     with pytest.raises(ConfigurationError, match="--tasks: an answer is empty"):
         asked._encode_pair("2 =", "")
+
+
+@pytest.mark.parametrize("end", ["<end>", "E"])
+def test_an_answer_of_a_dialogue_ends_as_its_format_says(end: str) -> None:
+    """Also where that is no token, or none of those at which the model's generation ends."""
+    tokenizer = ByteTokenizer()
+
+    def generate(ids: list[int], sampling: Any, count: int, is_done: Any) -> None:
+        assert any(is_done(token) for token in f"42{end}<|user|>\nmore".encode())
+
+    model = SimpleNamespace(
+        is_ours=True, ends=frozenset(), positions=64, decode=tokenizer.decode, generate=generate,
+        begin=lambda text: list(text.encode()), check=lambda *_: None, tokenizer=lambda: tokenizer,
+    )  # fmt: skip
+    options = {"until": ["Q:"], "max_gen_toks": 20}
+    assert _Harnessed(model, 1, MarkedTurns(end))._continued("6 * 7?", options) == "42"
 
 
 def test_a_run_of_a_gpt(tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
