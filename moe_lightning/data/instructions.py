@@ -953,16 +953,21 @@ class InstructionData(StepDataModule):
         if example != self._example:
             self._example = example
             rank_zero_info(example)
-            self._warn_of_no_end()
+            self._warn_of_the_end()
         self._val = self._packed(val, training=False) if self.packing else val
         self._train = self._packed(train, training=True) if self.packing else train
 
-    def _warn_of_no_end(self) -> None:
+    def _warn_of_the_end(self) -> None:
         with suppress(ValueError):  # of a template that refuses a conversation of one question
-            if not self.written.end:
+            if not (end := self.written.end):
                 rank_zero_warn(
                     f"the chat template of {self.tokenizer} writes nothing behind an answer, so that answers never "
                     "learn to end: let it write the end token there, {{ eos_token }}"
+                )
+            elif self.end_of_text is None and self.tokenizer != "bytes":
+                rank_zero_warn(
+                    f"{end!r}, which ends an answer, is no single token of {self.tokenizer}, and inference engines "
+                    "stop at a token: end answers with one that it has, by data.end_token or the chat template"
                 )
 
     def _packed(self, conversations: Conversations, *, training: bool) -> Packed:

@@ -226,6 +226,24 @@ def test_a_template_without_an_end_is_warned_of_once(tmp_path: Path, has_end: bo
     assert len(told) == (not has_end)
 
 
+@pytest.mark.parametrize(("end", "is_token"), [("<|end|>", True), ("<|stop|>", False)])
+@pytest.mark.parametrize("has_template", [False, True])
+def test_an_end_that_is_no_token_is_warned_of(tmp_path: Path, end: str, is_token: bool, has_template: bool) -> None:
+    template = CHATML.replace("<|im_end|>", end) if has_template else None
+    path = tokenizer_folder(tmp_path / "model", template)
+    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"prompt": "p", "response": "r"})] * 2))
+    options: dict[str, Any] = {"context_length": 64, "global_batch_size": 1}
+    data = InstructionData(
+        path=tmp_path / "chat.jsonl", tokenizer=path, end_token=None if has_template else end, **options
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.setup()
+    told = [str(warning.message) for warning in caught if "no single token" in str(warning.message)]
+    assert len(told) == (not is_token)
+    assert all(line.startswith(f"'{end}', which ends an answer, is no single token of {path}") for line in told)
+
+
 def test_targets_are_the_answers_in_the_tokens_of_the_model(tmp_path: Path) -> None:
     path = tokenizer_folder(tmp_path / "model", CHATML)
     lines = [{"prompt": "hello", "response": "you"}] * 2
