@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def local_folder(given: str) -> Path:
     name = hub_name(given)
     if name is None:
         return Path(given).expanduser()
-    return _cached(name, _SMALL, ()) or Path(given)
+    return _cached(name, _SMALL)[0] or Path(given)
 
 
 def local_tokenizer(given: str) -> Path:
@@ -207,8 +207,8 @@ def missing_weights(given: str) -> bool:
     name = hub_name(given)
     if name is None:
         return False
-    folder = _cached(name, _SMALL, (CONFIG,))
-    if folder is None:
+    folder, is_whole = _cached(name, _SMALL)
+    if folder is None or not is_whole or not (folder / CONFIG).is_file():
         return True
     files = _weights(folder, name, "pretrained") if (folder / INDEX).is_file() else (SINGLE,)
     return not all((folder / file).is_file() for file in files)
@@ -225,29 +225,34 @@ def _weights(folder: Path, name: HubName, key: str) -> tuple[str, ...]:
     raise ConfigurationError(f"{key}={name} lists files in its {INDEX} that are not safetensors: name another revision")
 
 
-def _fetched(name: HubName, key: str, files: Iterable[str], required: Iterable[str]) -> Path:
-    """Return the snapshot in the cache that has the required ones of some files; they are downloaded if it has not."""
-    folder = _cached(name, files, required)
-    if folder is not None:
+def _fetched(name: HubName, key: str, files: Iterable[str], required: Collection[str]) -> Path:
+    """Return the snapshot in the cache with all of some files; they are downloaded if it lacks any. Where that fails,
+    the required ones are enough.
+    """
+    folder, is_whole = _cached(name, files)
+    has_required = folder is not None and all((folder / file).is_file() for file in required)
+    if folder is not None and has_required and is_whole:
         return folder
     package = _package()
     try:
         return Path(package.snapshot_download(name.repository, revision=name.revision, allow_patterns=[*files]))
     except Exception as error:  # its HTTP client has its own, which differ between versions
+        if folder is not None and has_required:
+            return folder
         raise ConfigurationError(f"{key}={name} {_reason(name, key, error)}") from error
 
 
-def _cached(name: HubName, files: Iterable[str], required: Iterable[str]) -> Path | None:
+def _cached(name: HubName, files: Iterable[str]) -> tuple[Path | None, bool]:
+    """Return the snapshot in the cache, None without one, and True unless it is known to lack any of some files."""
     package = _package()
     try:
-        folder = Path(
-            package.snapshot_download(
-                name.repository, revision=name.revision, allow_patterns=[*files], local_files_only=True
-            )
+        folder = package.snapshot_download(
+            name.repository, revision=name.revision, allow_patterns=[*files], local_files_only=True
         )
-    except (package.errors.LocalEntryNotFoundError, package.errors.HFValidationError):
-        return None
-    return folder if all((folder / file).is_file() for file in required) else None
+        return Path(folder), True
+    except (package.errors.LocalEntryNotFoundError, package.errors.HFValidationError) as error:
+        part = getattr(error, "snapshot_path", None)
+        return None if part is None else Path(part), False
 
 
 def _reason(name: HubName, key: str, error: Exception) -> str:

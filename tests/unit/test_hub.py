@@ -295,6 +295,20 @@ def test_without_a_network(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
         check_tokenizer("org/tiny@v1")
 
 
+def test_without_a_network_the_required_files_are_enough(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs leave out files that they do not need, such as the generation defaults, and list them all."""
+    publish(served, "org/tiny")
+    own = [path.name for path in (served.folder / "org" / "tiny").iterdir() if path.suffix in (".json", ".safetensors")]
+    hub.snapshot_download("org/tiny", allow_patterns=[name for name in own if name != "generation_config.json"])
+    assert "generation_config.json" in own
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    folder = weights_folder("org/tiny")
+    assert folder == local_folder("org/tiny") == model_folder("org/tiny") == tokenizer_file("org/tiny").parent
+    assert not (folder / "generation_config.json").exists()
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    assert (model_folder("org/tiny") / "generation_config.json").is_file(), "with a network it is completed"
+
+
 @pytest.mark.slow
 def test_a_run_and_its_exports_name_the_model(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
