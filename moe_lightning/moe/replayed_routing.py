@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from moe_lightning.compat import private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import replacing
 from moe_lightning.moe.layer import moe_layers
@@ -160,7 +161,9 @@ def record_routing(model: nn.Module) -> Generator[Choices, None, None]:
 
     def recording(layer: int) -> Callable[[Router, Tensor], Tensor]:
         def choose(router: Router, scores_TE: Tensor) -> Tensor:
-            chosen = choices.by_layer[layer] = router.choose(scores_TE)
+            chosen = router.choose(scores_TE)
+            if not private_torch.is_in_backward():  # a layer that is computed again belongs to an earlier pass
+                choices.by_layer[layer] = chosen
             return chosen
 
         return choose

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file, save_file
 
-from moe_lightning import CheckpointError, ConfigurationError, auxiliary_loss, replay_routing
+from moe_lightning import CheckpointError, ConfigurationError, auxiliary_loss, record_routing, replay_routing
 from moe_lightning.cli import train
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.language_model import open_language_model
@@ -283,6 +283,17 @@ def test_a_backward_pass_behind_replayed_routing_takes_the_same_experts(name: st
     assert gradients[0].keys() == gradients[1].keys()
     for key, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][key], gradient, msg=key)
+
+
+def test_recorded_routing_is_of_the_last_forward_pass(tmp_path: Path) -> None:
+    """The backward pass computes the layers of both again, those of the first one last."""
+    make_checkpoint("olmoe", tmp_path)
+    module, inputs = load(tmp_path, gradient_checkpointing=True).train(), inputs_for("olmoe")
+    with record_routing(module) as choices:
+        losses = [module(ids).logsumexp(-1).sum() for ids in (inputs, inputs.flip(1))]
+        last = choices.stacked()
+        torch.stack(losses).sum().backward()
+    assert torch.equal(choices.stacked(), last)
 
 
 def test_loaded_models_can_be_copied(tmp_path: Path) -> None:
