@@ -26,6 +26,7 @@ SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"
 GENERATION = "generation_config.json"
 
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
@@ -42,10 +43,11 @@ COMPANIONS = (
     "sentencepiece.bpe.model",
     CHAT_TEMPLATE,
     "chat_template.json",
+    f"{NAMED_TEMPLATES}/*.jinja",
     GENERATION,
     *OF_IMAGES,
 )
-"""Files beside configuration and weights that belong to a model."""
+"""Files beside configuration and weights that belong to a model, as patterns."""
 
 TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 """Files of which a folder with a tokenizer has one."""

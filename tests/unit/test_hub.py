@@ -140,6 +140,8 @@ def publish(served: Served, name: str, **options: Any) -> Any:
     (folder / "original").mkdir()
     for file in ("pytorch_model.bin", "modeling_olmoe.py", "consolidated.safetensors", "original/model.safetensors"):
         (folder / file).write_text("no")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
     return model
 
 
@@ -188,7 +190,8 @@ def test_a_model_is_downloaded_once_and_without_pickles(served: Served, monkeypa
     weights = {file for file in sent if file.endswith(".safetensors")}
     assert len(weights) > 2
     assert sent - weights >= {"config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"}
-    assert all(re.fullmatch(r"model-\d+-of-\d+\.safetensors|[\w.]+\.json|chat_template.jinja", file) for file in sent)
+    assert "additional_chat_templates/tool_use.jinja" in sent
+    assert all(re.fullmatch(r"model-\d+-of-\d+\.safetensors|[\w.]+\.json|[\w/]+\.jinja", file) for file in sent)
     assert not missing_weights("org/tiny")
 
     before = served.requests

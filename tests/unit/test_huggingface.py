@@ -459,10 +459,13 @@ def test_a_folder_of_tokens_of_another_tokenizer_is_refused(tmp_path: Path) -> N
 def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(tmp_path: Path) -> None:
     cache = tmp_path / "models--a--b"
     source, blobs, target = cache / "snapshots" / "0a1b", cache / "blobs", tmp_path / "target"
-    for folder in (source, blobs, target, source / "vocab.json"):
+    for folder in (source, blobs, target, source / "vocab.json", source / "additional_chat_templates"):
         folder.mkdir(parents=True)
     for name in ("tokenizer.json", "credentials.json", "notes.txt", "x.jinja", "key.model", "trainer_state.json"):
         (source / name).write_text(name)
+    for name in ("tool_use.jinja", "notes.txt"):
+        (source / "additional_chat_templates" / name).write_text(name)
+    (source / "additional_chat_templates" / "rag.jinja").symlink_to("../../../blobs/5f")
     (source / "generation_config.json").write_text("theirs")
     (target / "generation_config.json").write_text("ours")
     (blobs / "5f").write_text("cached")
@@ -473,8 +476,11 @@ def test_an_export_takes_over_only_what_belongs_to_tokenizer_and_configuration(t
     export: Any = None
     copy_companions(source, target, export)
 
-    copied = {path.name: path.read_text() for path in target.iterdir()}
-    assert copied == {"tokenizer.json": "tokenizer.json", "merges.txt": "cached", "generation_config.json": "ours"}
+    named = {"tool_use.jinja": "tool_use.jinja", "rag.jinja": "cached"}
+    copied = {path.name: path.read_text() for path in target.rglob("*") if path.is_file()}
+    own = {"tokenizer.json": "tokenizer.json", "merges.txt": "cached", "generation_config.json": "ours"}
+    assert copied == own | named
+    assert {path.name for path in (target / "additional_chat_templates").iterdir()} == set(named)
 
 
 def test_export_of_a_lightning_checkpoint(

@@ -27,6 +27,7 @@ from moe_lightning.hub import (
     COMPANIONS,
     CONFIG,
     GENERATION,
+    NAMED_TEMPLATES,
     OF_IMAGES,
     TOKENIZER,
     TOKENIZER_SETTINGS,
@@ -216,14 +217,17 @@ def copy_companions(
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy those files that a folder has to one that lacks them; see `copy_companions`."""
+    """Copy those files, given by patterns, that a folder has to one that lacks them; see `copy_companions`."""
     inside = source.resolve()
-    allowed = (inside, inside.parent.parent / "blobs") if inside.parent.name == "snapshots" else (inside,)
+    allowed = [inside, inside / NAMED_TEMPLATES]
+    if inside.parent.name == "snapshots":
+        allowed.append(inside.parent.parent / "blobs")
     # Whatever else the folder of a checkpoint holds, such as credentials, is not handed on.
-    for name in names:
-        file = (source / name).resolve()
-        if file.is_file() and file.parent in allowed and not (target / name).exists():
-            shutil.copyfile(file, target / name)
+    for found in (path for name in names for path in source.glob(name)):
+        file, copied = found.resolve(), target / found.relative_to(source)
+        if file.is_file() and file.parent in allowed and not copied.exists():
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copied)
 
 
 def _end_generation(path: Path, config: Any, token: int) -> None:
