@@ -74,7 +74,6 @@ class Run:
         """The node whose launcher hosts the rendezvous."""
         keys = [get("/moe-lightning/run/leader"), get("/moe-lightning/run/world")]
         leader, world = self.cluster.client().transact([], keys).found
-        assert leader is not None
         assert world is not None
         token = json.loads(leader.value)["launcher"]
         ids = unpack_ids(json.loads(world.value)["members"])

@@ -46,7 +46,6 @@ def assert_all_whole(root: Place) -> int:
         return 0  # nothing is committed yet
     found = find_newest(root, run="run")
     assert found.problems == ()
-    assert found.checkpoint is not None
     table = found.checkpoint.expert_versions()
     assert_holds(found.checkpoint, dict(enumerate(table[0].tolist())))
     return found.checkpoint.step

@@ -46,7 +46,6 @@ class Run:
 
     def wait_for_connections(self, connections: int, carried: int) -> None:
         server = self.host._server
-        assert server is not None
         wait_for(
             lambda: (len(server._connections), len(server._carriers)) == (connections, carried),
             PATIENCE_S,
@@ -72,7 +71,6 @@ def test_a_rank_and_the_host_are_killed(run: Run) -> None:
     run.restart_host()
     run.wait_for_connections(2, 4)
     server = run.host._server
-    assert server is not None
     wait_for(lambda: server._clock.now > RECONNECT_S, PATIENCE_S)  # no world forms before
     assert len(run.nodes[0].worlds()) == 4, "no rank has left its world"
     victim = first[3]

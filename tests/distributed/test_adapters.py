@@ -155,7 +155,6 @@ def test_checkpoints_hold_adapters_only_and_know_their_base(alone: tuple[str, di
     root = str(tmp_path / "checkpoints")
     run_ranks(2, fit_saved, kind, root, 3, False)
     checkpoint = find_newest(Path(root)).checkpoint
-    assert checkpoint is not None
     weights = [key for key in checkpoint.keys() if "/master/" in key or key.endswith(("/weight", "/buffer"))]  # noqa: SIM118
     assert weights
     assert all("lora_" in key or "base_digest" in key for key in weights), "a frozen weight was written"
@@ -199,7 +198,6 @@ def test_digests_are_read_beside_adapters(
     root = str(tmp_path / "checkpoints")
     run_pooled(1, partial(fit_saved, **saved), kind, root, 2, False)
     newest = find_newest(Path(root)).checkpoint
-    assert newest is not None
     model = _Directory(newest)
     digests = [name for name in ("base_digest", "lora_w_up_a") if len(model.experts(0, "", name, TINY["num_experts"]))]
     assert digests == ["base_digest", "lora_w_up_a"]

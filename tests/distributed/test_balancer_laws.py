@@ -293,7 +293,6 @@ class Joins(pl.Callback):
 
 
 def _costs(balancer: LoadBalancer) -> list[Any]:
-    assert balancer.planner is not None
     return [costs.to_json() for costs in balancer.planner.costs]
 
 

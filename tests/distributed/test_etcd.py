@@ -74,7 +74,6 @@ def test_transactions_leases_and_watches(one: EtcdCluster) -> None:
     first = client.transact([unchanged("/x/a", 0)], [put("/x/a", "ä"), get("/x/a")], [get("/x/a")])
     assert changes.acquire(timeout=PATIENCE_S)
     (entry,) = first.found
-    assert entry is not None
     assert (first.succeeded, entry.value, entry.revision) == (True, "ä", first.revision)
     again = client.transact([unchanged("/x/a", 0)], [put("/x/a", "b")], [get("/x/a")])
     assert (again.succeeded, again.found) == (False, (entry,))
@@ -112,9 +111,7 @@ def test_a_leader_that_was_replaced_cannot_form_a_world(one: EtcdCluster) -> Non
     paused.keep(0.0, has_changed=True)
     assert paused.campaign(HOST) == (0, None)
     other.keep(0.0, has_changed=True)
-    assert other.leader is not None
     assert other.leader.launcher == "paused"
-    assert paused.leader is not None
     first = paused.leader.revision
     revision = paused.commit(first, 0, "world 1")
     assert revision is not None
@@ -127,7 +124,6 @@ def test_a_leader_that_was_replaced_cannot_form_a_world(one: EtcdCluster) -> Non
     assert paused.leader == other.leader
     assert paused.commit(first, revision, "world 2") is None, "nor once it knows its successor"
     paused.leader = former
-    assert other.leader is not None
     assert other.commit(other.leader.revision, revision, "world 3") is not None
     assert paused.campaign(HOST) is None, "of what it read last"
     for each in (paused, other):
@@ -182,7 +178,6 @@ def test_a_launcher_that_leaves_does_not_delete_the_secret_of_one_that_comes(
     monkeypatch.setattr(EtcdRendezvous, "_write_secret", read_at_the_last_moment)
     with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as anew:
         (entry,) = one.client().transact([], [get("/moe-lightning/run/secret")]).found
-        assert entry is not None
         assert entry.value.encode() == anew.secret_file.read_bytes()
 
 
@@ -190,7 +185,6 @@ def test_a_launcher_that_leaves_does_not_delete_the_secret_of_one_that_comes(
 def test_a_host_that_ends_for_a_defect_is_replaced(one: EtcdCluster) -> None:
     with EtcdRendezvous(one.endpoints, "run", ElasticSettings()) as alone:
         before = alone.address
-        assert alone._term is not None
         alone._term._server._round = sys.exit  # type: ignore[method-assign]
         wait_for(lambda: alone.address != before)
         LauncherClient(alone.address, alone.secret_file, QUICK).close()
@@ -262,7 +256,6 @@ def test_a_leader_that_cannot_commit_leads_again_with_the_record_that_is_there(o
         member = RendezvousClient(task)
         assert member.join(is_ready=True).number > 7
         (entry,) = client.transact([], [get("/moe-lightning/run/world")]).found
-        assert entry is not None
         assert json.loads(entry.value)["members"] == [member.member_id]
         member.close()
 
@@ -273,7 +266,6 @@ def test_a_successor_restores_the_world_from_its_record(one: EtcdCluster) -> Non
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
         second = stack.enter_context(EtcdRendezvous(one.endpoints, "run", ElasticSettings()))
-        assert first._term is not None
         task = stack.enter_context(relayed(second, ElasticSettings(), locate=lambda: second.address))
         members = [RendezvousClient(replace(task, node=name, token=name, expected=2)) for name in "ab"]
         for each in members:

@@ -237,7 +237,6 @@ def test_a_window_is_exact_however_state_is_shared(
     callbacks = [saver(root, **saving), WaitForWriter(root, 1, first_window), KillLater(9, 0.0)]
     lose_everything(root, world_size, callbacks, is_written=True, **options)
     checkpoint = newest(root)
-    assert checkpoint is not None
     assert checkpoint.first_step < checkpoint.step
     finish(root, world_size, [saver(root, **saving)], ckpt_path=str(root), **options)
     assert_equal(root.parent, reference, world_size)
@@ -271,12 +270,10 @@ def test_what_may_not_end_or_be_saved_while_steps_are_run_again(root: Path, tmp_
     live(root.parent, 2, [saver(root, **WINDOW), keeper, StopAt(6)], ckpt_path=str(root), steps=12, **options)
     assert not list(files.glob("*"))
     checkpoint = newest(root)
-    assert checkpoint is not None
     assert (checkpoint.first_step, checkpoint.step) == (5, 7)  # nothing took its place
     live(root.parent, 2, [saver(root, **WINDOW), keeper], ckpt_path=str(root), steps=9, **options)
     assert sorted(path.name for path in files.glob("*")) == [f"epoch=0-step={step}.ckpt" for step in (7, 8, 9)]
     checkpoint = newest(root)
-    assert checkpoint is not None
     assert (checkpoint.first_step, checkpoint.step) == (9, 9)
     kill([agent])
 
@@ -316,7 +313,6 @@ def test_experts_that_move_cut_a_window_short(root: Path, calm: Callable[..., Pa
     callbacks = [saver(root, **WINDOW), moves, WaitForWriter(root, 1, 4, 7, 10), KillLater(12, 0.0)]
     lose_everything(root, 2, callbacks, is_written=True, **options)
     checkpoint = newest(root)
-    assert checkpoint is not None
     assert (checkpoint.first_step, checkpoint.step) == (8, 10)  # 5 and 6 were cut short, 7 is whole
     finish(root, 2, [saver(root, **WINDOW), MoveAt(9)], ckpt_path=str(root), **options)
     assert losses(root.parent) == losses(reference)
@@ -386,7 +382,6 @@ def session_of(trainer: pl.Trainer) -> CheckpointSession:
 def test_a_window_that_ends_with_the_run_is_followed_by_the_same_checkpoint_on_all_ranks(root: Path) -> None:
     finish(root, 2, [PublishLate(7), saver(root, **WINDOW)], trainer=SMALL, steps=7, draws=False)
     checkpoint = newest(root)
-    assert checkpoint is not None
     assert (checkpoint.first_step, checkpoint.step) == (7, 7)
 
 

@@ -346,7 +346,6 @@ def growing(rank: int, world_size: int, base: str) -> list[int]:
         snapshot(snapshotter, rank, world_size, step, objects={f"rng/{rank}": {"state": torch.zeros(size)}})
         assert protector.start(step)
         report = protector.finish()
-        assert report is not None
         assert (report.sent_bytes > 400_000) == (size == 100_000)
     steps = [s.step for s in local_inventory(arenas, RUN) if s.kind == "copy"]
     protector.close()
@@ -424,7 +423,6 @@ def protect_until_killed(
         assert protector.start(step)
         if step % 2:  # otherwise the next start waits for it
             report = protector.finish()
-            assert report is not None
             os.pwrite(finished, struct.pack("<q", report.step), 0)
 
 

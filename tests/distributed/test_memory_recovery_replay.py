@@ -34,7 +34,6 @@ def sharded_training(rank: int, world_size: int) -> tuple[list[dict[int, list[st
         torch.manual_seed(100 * step + rank)
         module(torch.randn(5, 6)).square().mean().backward()
         for parameter in module.parameters():
-            assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
         gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
         if not (step == 3 and rank == 0):  # one update is missed
@@ -91,7 +90,6 @@ def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
         torch.manual_seed(100 * step + rank)
         module(torch.randn(5, 6)).square().mean().backward()
         for parameter, same in zip(module.parameters(), whole.parameters(), strict=True):
-            assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             same.grad = parameter.grad.clone()
         replay.replay({n: p.grad for p, n in names.items() if p.grad is not None}, optimizer)

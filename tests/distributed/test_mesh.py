@@ -126,7 +126,6 @@ def test_another_axis_is_one_more_field_of_the_mesh() -> None:
 def groups_of_axes(rank: int, world_size: int) -> tuple[int, tuple[int, ...], int]:
     world = World.connect(torch.device("cpu"), TIMEOUT, Layout(shape=Replicated(rep=2).over(world_size)))
     group = world.group("rep")
-    assert group is not None
     return group.size(), world.shape.peers(rank, {"rep"}), world.data_rank
 
 

@@ -192,7 +192,6 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
         run(2, [partial_saver(), CountLog(counts_path), KillAt(9, (0, 1))], steps=20)
     let_the_agent_finish(root)
     checkpoint = find_newest(root).checkpoint
-    assert checkpoint is not None
     step, versions = checkpoint.manifest.step, checkpoint.expert_versions()
     per_step = {s: np.array(c) for s, c in map(json.loads, counts_path.read_text().splitlines())}
 
@@ -213,7 +212,6 @@ class Books(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         saver_ = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint))  # type: ignore[attr-defined]
         if trainer.global_rank == 0:
-            assert saver_.lost.checkpoint_ledger is not None
             report = [saver_.plt, saver_.lost.checkpoint_ledger.ledger.lost.tolist()]
             (saver_._root / "books.json").write_text(json.dumps(report))
 
@@ -322,7 +320,6 @@ def test_adaptive_numbers_come_from_measured_times(root: Path, tmp_path: Path) -
     k_path = tmp_path / "k"
     run(2, [saver(root, every_n_steps="auto", k_snapshot="auto", k_persist=1), KChoices(k_path)], steps=40)
     checkpoint = find_newest(root).checkpoint
-    assert checkpoint is not None
     assert checkpoint.manifest.step == 40
     assert all(1 <= int(k) <= EXPERTS for k in k_path.read_text().split())
 
@@ -544,7 +541,6 @@ class Hoarder(pl.Callback):
 def test_callbacks_with_large_states_are_saved(root: Path) -> None:
     run(2, [saver(root, every_n_steps=1), Hoarder(6 << 20, growth=1 << 20)], steps=3)
     checkpoint = find_newest(root).checkpoint
-    assert checkpoint is not None
     states = checkpoint.read_object("trainer")["callbacks"]
     assert states["Hoarder"]["hoard"].numel() >= 8 << 20
 

@@ -41,12 +41,10 @@ def test_a_worker_sees_the_host_as_without_a_relay(host: RendezvousServer) -> No
         first, second = joined(task)
         first.store.set("key", "value")
         assert second.store.get("key") == b"value"
-        assert first._links.prober is not None
         assert first._links.prober.endpoint[0] == "127.0.0.1"
         broken: list[str] = []
         for worker in (first, second):
             world = worker._state.world
-            assert world is not None
             worker.guard(world.members, lambda: broken.append(""))
         first.abort("a reason")
         wait_for(lambda: second.reason == "a reason" and len(broken) == 2, 10)
@@ -77,7 +75,6 @@ def test_a_malformed_message_concerns_the_worker_alone_that_sent_it(
         first, second = joined(task)
         for worker in (first, second):
             world = worker._state.world
-            assert world is not None
             worker.guard(world.members, lambda: None)
         first._connection.send({"t": "broken", "number": "x"}, {"t": "nonsense"})
         wait_for(lambda: first._connection.losses and first._connection.is_connected, 10)

@@ -49,7 +49,6 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
         shadow_experts = np.flatnonzero(plan.shadows[:, rank]).tolist()
         assert sent.tokens_per_slot_S.tolist() == [0 if e < 0 else quota[e, rank] for e in slots]
         if plan.num_copies:
-            assert sent.tokens_per_shadow_H is not None
             assert sent.tokens_per_shadow_H.tolist() == quota[shadow_experts, rank].tolist()
         else:
             assert sent.tokens_per_shadow_H is None

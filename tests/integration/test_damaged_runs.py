@@ -56,5 +56,4 @@ def test_a_flip_anywhere_is_named_and_the_run_goes_on(folder: Path, kind: str) -
     assert len(told) == 1, result.stderr
     assert "Traceback" not in result.stderr
     found = find_newest(root).checkpoint  # passes over a manifest that stays damaged
-    assert found is not None
     assert found.step >= 7

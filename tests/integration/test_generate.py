@@ -43,7 +43,6 @@ def test_a_run_is_talked_to_and_measured(
 
     run = Path("outputs/tiny")
     config = config_of(run / "checkpoints" / "x")
-    assert config is not None
     data = build_object(config["data"], "data")
     trained = run / "tokenizer.json"
     tokenizer = load_tokenizer(str(trained) if trained.is_file() else "bytes")

@@ -33,7 +33,6 @@ def test_mlflow_records_each_start_as_a_run(tmp_path: Path) -> None:
     train(tmp_path, "logger=mlflow", "trainer.max_steps=4")
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("moe-lightning")
-    assert experiment is not None
     runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
     assert [run.data.params["trainer/max_steps"] for run in runs] == ["2", "4"]
     run = runs[-1]

@@ -101,7 +101,6 @@ def test_agents_that_look_at_random_moments_meet(seed: int, tmp_path: Path) -> N
             nodes.serve(node)
     assert nodes.committed == last, "the last snapshot of a training is saved"
     found = find_newest(nodes.root).checkpoint
-    assert found is not None
     assert_holds(found, dict.fromkeys(range(EXPERTS), last))
     for agent in nodes.agents:
         agent._find_arenas()

@@ -80,7 +80,6 @@ def test_every_kind_of_file_is_guarded(two_checkpoints: Path, harm: str) -> None
         else:
             path.unlink()
         found = find_newest(two_checkpoints)
-        assert found.checkpoint is not None
         assert found.checkpoint.manifest.step == 1, name
         if name == MANIFEST and harm == "delete":
             assert found.problems == (), "without a manifest it never was a checkpoint"
@@ -115,7 +114,6 @@ def test_a_manifest_from_elsewhere(two_checkpoints: Path, tmp_path: Path) -> Non
         shutil.copy(made.root / "step-00000002" / MANIFEST, ours)
     found = find_newest(two_checkpoints)
     assert "belongs to run another, but" in found.problems[0]
-    assert found.checkpoint is not None
     assert found.checkpoint.manifest.step == 1
 
 
@@ -216,7 +214,6 @@ def test_a_forged_manifest_gets_one_sentence_and_is_passed_over(two_checkpoints:
     assert not [what for what in accepted if not any(name in what for name in free)]
     path.write_bytes(sealed(DEEP))
     found = find_newest(two_checkpoints)
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 1
     assert len(found.problems) == 1
 
@@ -233,7 +230,6 @@ def test_a_manifest_that_cannot_be_read_is_passed_over(two_checkpoints: Path) ->
     path.unlink()
     path.mkdir()
     found = find_newest(two_checkpoints)
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 1
     assert f"{path} cannot be read" in found.problems[0]
 
@@ -367,12 +363,10 @@ def test_failing_storage_is_reported_and_survived(
             assert storage in str(status.error)
             assert "\n" not in str(status.error)
             found = find_newest(made.root)
-            assert found.checkpoint is not None
             assert found.checkpoint.manifest.step == 1
         made.persist()
         assert read_status(made.arenas).error is None
         found = find_newest(made.root)
-        assert found.checkpoint is not None
         assert_holds(found.checkpoint, {0: 2, 1: 1, 2: 1, 3: 1})
 
 
@@ -382,7 +376,6 @@ def test_a_vanished_directory_gets_a_full_checkpoint(tmp_path: Path) -> None:
         shutil.rmtree(made.root)
         made.save(2, fresh=[0])
         found = find_newest(made.root)
-        assert found.checkpoint is not None
         assert_holds(found.checkpoint, {0: 2, 1: 1, 2: 1, 3: 1})
 
 
@@ -403,7 +396,6 @@ def test_a_file_size_limit_stops_a_real_agent_but_not_the_checkpoint(tmp_path: P
         assert done.returncode == 1
         assert "File too large" in str(read_status(made.arenas).error)
         found = find_newest(made.root)
-        assert found.checkpoint is not None
         assert found.checkpoint.manifest.step == 1
         assert len(list(made.arenas.glob("*.arena"))) == 2, "unsaved snapshots stay in memory"
         made.persist()
@@ -422,7 +414,6 @@ def test_an_agent_process_outlives_its_workers(tmp_path: Path) -> None:
     assert (status.committed_step, status.error) == (1, None)
     assert status.persist_bytes > 0
     found = find_newest(made.root)
-    assert found.checkpoint is not None
     assert_holds(found.checkpoint, dict.fromkeys(range(EXPERTS), 1))
     assert not list(made.arenas.glob("*.arena")), "memory is given back"
 
@@ -498,7 +489,6 @@ def test_what_ranks_left_on_their_former_nodes_does_not_hold_a_checkpoint_up(tmp
     for writer in writers:
         writer.close()
     found = find_newest(tmp_path / "checkpoints").checkpoint
-    assert found is not None
     assert found.step == 2
 
 
@@ -527,7 +517,6 @@ def test_the_last_snapshot_of_a_new_session_does_not_wait_for_a_lost_rank_of_the
         for _ in range(5):
             made.agent.serve_once()
     found = find_newest(made.root).checkpoint
-    assert found is not None
     assert found.manifest.session == "2"
 
 

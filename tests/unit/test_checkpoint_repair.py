@@ -66,7 +66,6 @@ def assert_honest(found: Found) -> Checkpoint:
 def test_an_undamaged_directory_needs_nothing(root: Path) -> None:
     found = find_usable(root)
     assert found.problems == ()
-    assert found.checkpoint is not None
     assert found.checkpoint.substitutes == {}
     assert_holds(found.checkpoint, VERSIONS)
 
@@ -119,7 +118,6 @@ def test_the_newest_that_was_saved_before_the_damage_is_not_pruned(root: Path) -
     directory.mark_damaged(root, Checkpoint(root / "step-00000003").manifest.session, 1)
     assert prune(root, 1) == ["step-00000002"]
     for found in (find_usable(root), find_newest(root)):
-        assert found.checkpoint is not None
         assert found.checkpoint.step == 1
         assert found.problems == (f"{root}/step-00000003 may hold memory that was damaged after step 1",)
 
@@ -152,7 +150,6 @@ def test_a_second_copy_of_the_same_version_costs_nothing(root: Path) -> None:
     other.write_bytes(copy)
     flip(path, start)
     found = find_usable(root)
-    assert found.checkpoint is not None
     assert_holds(found.checkpoint, VERSIONS)
     assert "expert 3 of layer 0 is read in its version 1 from step-00000001" in found.problems[0]
 
@@ -201,7 +198,6 @@ def test_bytes_between_the_tensors_cost_nothing(root: Path) -> None:
     flip(checkpoint.path / item.at.file, item.at.offset + 5)
     flip(checkpoint.path / METADATA, 100)
     found = find_usable(root)
-    assert found.checkpoint is not None
     assert_holds(found.checkpoint, VERSIONS)
     assert len(found.problems) == 2
     assert all("nothing is lost" in problem for problem in found.problems)
@@ -229,7 +225,6 @@ def test_a_recovery_reads_what_was_mended(root: Path) -> None:
     key = "expert/1/2/weight/w1"
     flip(*places(root, 3, key)[:2])
     storage = find_usable(root).checkpoint
-    assert storage is not None
     snapshot = MemoryCheckpoint(3, [], versions=storage.expert_versions(), storage=storage, experts_on_storage=[(1, 2)])
     assert torch.equal(snapshot.read(key), whole_state(1)[key])
     assert snapshot.expert_versions()[1, 2] == 1

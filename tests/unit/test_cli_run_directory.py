@@ -33,13 +33,11 @@ def _with_checkpoints(folder: Path, *names: str) -> RunDirectory:
 
 def test_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
     newest = _with_checkpoints(tmp_path, "step-0000090.ckpt", "step-0000200.ckpt", "step-1.txt").newest_checkpoint()
-    assert newest is not None
     assert (newest.step, newest.path.name) == (200, "step-0000200.ckpt")
 
 
 def test_steps_beyond_seven_digits_are_numbers_too(tmp_path: Path) -> None:
     newest = _with_checkpoints(tmp_path, "step-9999999.ckpt", "step-10000000.ckpt").newest_checkpoint()
-    assert newest is not None
     assert newest.step == 10_000_000
 
 

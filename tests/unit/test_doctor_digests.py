@@ -15,7 +15,6 @@ SECTIONS = (8, 4)
 def of(part: Tensor, sharing: Sharing, columns: Spans | None = None) -> dict[str, Tensor]:
     """By the shape of a sample of the whole."""
     samples = samples_in(part, len(part))
-    assert samples is not None
     layouts = sharing.layouts(samples.shape[1:], columns)
     return {str(layout.shape): torch.tensor(digests_of(samples, layout)) for layout in layouts}
 

@@ -89,7 +89,6 @@ def check_introduction(state: ClientState) -> None:
 def test_a_long_reason_fits_into_messages() -> None:
     state = client()
     state.receive(formed(state, 1, PEERS), 0.0)
-    assert state.world is not None
     state.guard(state.world.members)
     state.abort("x" * 5_000_000, 0.0)
     for message in (state.outbox[-1], state.introduction(None)):
@@ -114,7 +113,6 @@ def test_any_order_of_events(history: list[tuple[Any, float]]) -> None:
             assert known.setdefault(world.members.number, world.members.ids) == world.members.ids
             assert world.members.ids[world.members.me].endswith(world.members.ids[world.members.rank])
         if state.guarded is not guarded:
-            assert state.guarded is not None
             aborts[state.guarded.members.number] = 0
         for each in state.broken:
             aborts[each] = aborts.get(each, 0) + 1
@@ -153,7 +151,6 @@ def test_a_late_message_of_a_former_world_changes_nothing() -> None:
     state.receive(formed(state, 4, PEERS[:1]), 0.0)
     state.receive({"t": "broken", "number": 4, "reason": "old", "rating": 3}, 0.0)
     assert state.world is world
-    assert world is not None
     assert world.broken_at is None
     with pytest.raises(WireError, match="a difference to world 4 in place of 5"):
         state.receive(formed(state, 6, [], since=4, gone=[]), 0.0)
@@ -164,7 +161,6 @@ def test_known_endpoints_are_not_sent_again() -> None:
     state.receive(formed(state, 1, PEERS[:2]), 0.0)
     new = {"probes": [None, None, ["10.0.0.3", 3]], "since": 1, "gone": [2]}
     state.receive({"t": "formed", "number": 2, "members": [PEERS[2]], "settled": True, **new}, 0.0)
-    assert state.world is not None
     assert state.world.members.ids == (state.member_id, PEERS[0], PEERS[2])
     assert state.guard(state.world.members) == {"node-1": ("10.0.0.1", 7), "node-3": ("10.0.0.3", 3)}
 

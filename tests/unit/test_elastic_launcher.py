@@ -91,7 +91,6 @@ class Machine:
             signal.signal(number, _stop)
         logs.reify(dict(environments))
         task = ElasticTask.from_environment(environments[0])
-        assert task is not None
         script = self.script(task.slot, task.starts)
         self.started.append(logs)
         return {0: subprocess.Popen(["sh", "-c", script], cwd=self.folder, start_new_session=True)}

@@ -141,7 +141,6 @@ def test_copies_learn_apart(whole: Path) -> None:
     for name, parameter in module.named_parameters():
         if ".experts.w_" in name:
             assert torch.equal(parameter[E], parameter[1]), name
-            assert parameter.grad is not None
             assert not torch.equal(parameter.grad[E], parameter.grad[1]), name
 
 

@@ -169,8 +169,6 @@ def test_a_large_bias_gradient_is_summed_in_float32() -> None:
     x = torch.zeros(4096, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         experts(x, torch.tensor([4096])).sum().backward()
-    assert experts.b_down is not None
-    assert experts.b_down.grad is not None
     torch.testing.assert_close(experts.b_down.grad, torch.full((1, 8), 4096.0))
 
 

@@ -190,6 +190,5 @@ def test_forecasts_lie_between_what_was_observed(steps: list[list[int]]) -> None
     for step in steps:
         forecast.observe(np.array(step))
     predicted = forecast.predict()
-    assert predicted is not None
     for index, value in enumerate(predicted.tolist()):
         assert min(step[index] for step in steps) - 1 <= value <= max(step[index] for step in steps)

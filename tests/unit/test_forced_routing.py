@@ -68,7 +68,6 @@ def test_a_forced_router_follows_its_shares_and_still_trains() -> None:
     expected = inclusion_by_hand(shares, 2) / 2
     np.testing.assert_allclose(routing.tokens_per_expert_E / 80_000, expected, atol=0.01)
     (routing.weights_TK[:, 0].sum()).backward()
-    assert router.weight.grad is not None
     assert router.weight.grad.abs().sum() > 0
 
 

@@ -107,7 +107,6 @@ def test_an_arena_with_a_forged_table_is_passed_over(made: Node, caplog: pytest.
     assert any(f"{path} was written by something else" in record.message for record in caplog.records)
     made.agent.serve_once()
     found = find_usable(made.root)
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 1
 
 

@@ -553,7 +553,6 @@ def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Pa
     assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "ours")]) == 0
     turns = [Turn("system", " Be brief. "), Turn("user", "one\n"), Turn("assistant", "two"), Turn("user", "\nthree")]
     written = templated_turns(tmp_path / "ours")
-    assert written is not None
     assert written.prompt(turns) == data.written.prompt(turns)
     assert written.end == data.written.end
     assert "moe-generate . --chat" in (tmp_path / "ours" / "README.md").read_text()
@@ -1108,7 +1107,6 @@ def test_the_text_model_of_one_with_images_is_saved_as_the_error_says(name: str,
     with pytest.raises(ConfigurationError, match="only the text model can be trained") as refusal:
         load(tmp_path / "theirs")
     call = re.search(r"AutoModelForCausalLM.*?\(.*?\)\.save_pretrained\(.*?\)", str(refusal.value))
-    assert call is not None
     assert repr(str(tmp_path / "theirs")) in call[0]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     assert ".save_pretrained('FOLDER', save_original_format=False)" in call[0]

@@ -299,7 +299,6 @@ def test_the_image_has_the_commands_and_the_user_of_the_pods(jobs: dict[str, Any
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     install = next(rest for name, rest in lines if rest.startswith("pip install"))
     extras = re.search(r"\[(.+)\]", install)
-    assert extras is not None
     assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
     images = {container["image"] for job in jobs.values() for container in job["template"]["spec"]["containers"]}
     assert all(f"-t {image} ." in text for image in images)

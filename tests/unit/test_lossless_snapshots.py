@@ -119,7 +119,6 @@ def test_a_window_that_is_given_up_in_the_buffer_of_the_newest_snapshot(snapshot
 
 def test_every_step_of_a_window_can_be_read(root: Path) -> None:
     checkpoint = find_usable(root).checkpoint
-    assert checkpoint is not None
     checkpoint.verify()
     assert (checkpoint.first_step, checkpoint.step) == (1, LAST)
     assert checkpoint.read_object("trainer") == {"at": 1}
@@ -152,7 +151,6 @@ def test_a_damaged_window_gives_way_to_the_checkpoint_before(root: Path) -> None
         file.seek(piece.at.data_offset)
         file.write(b"\x7f\x7f")
     found = find_usable(root)
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 0
     assert "is damaged" in found.problems[0]
 
@@ -177,7 +175,6 @@ def test_a_run_that_ends_with_a_window_has_steps_to_run_again(root: Path) -> Non
     directory = RunDirectory(root.parent)
     assert directory.has_reached(LAST) is None
     reached = directory.has_reached(1)
-    assert reached is not None
     assert reached.step == LAST
 
 

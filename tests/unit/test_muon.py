@@ -120,7 +120,6 @@ def test_norm_and_scaling_in_every_precision(dtype: torch.dtype) -> None:
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(28**0.5)
     scale_gradients(parameters, norm, 1.0)
-    assert parameters[0].grad is not None
     assert parameters[0].grad.float().tolist() == pytest.approx([2 / 28**0.5] * 3, rel=1e-2)
 
 
@@ -192,7 +191,6 @@ def test_weights_and_moments_are_bit_equal(
         if replay is not None:
             replay.replay(gradients, optimizer)
         optimizer.step()
-    assert replay is not None
     assert replay.version == steps
     for name, parameter in live.items():
         states = replay.states(name)

@@ -143,5 +143,4 @@ def test_a_step_without_any_target_trains_nothing_however_it_is_cut(num_micros: 
         (loss * weights.share(here)).backward()
         position += here.micro_total
     weights.finish(module)
-    assert module.weight.grad is not None
     assert float(module.weight.grad) == 0.0

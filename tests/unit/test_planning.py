@@ -173,8 +173,6 @@ def test_moments_in_the_memory_of_the_host_are_not_on_the_gpu(counted: bool) -> 
     offloaded = planned_run(config, 2, 2)
     config["strategy"]["offload_optimizer"] = False
     plain = planned_run(config, 2, 2)
-    assert offloaded is not None
-    assert plain is not None
     assert plain.memory(counted=counted).parameters == offloaded.memory(counted=counted).parameters
     bytes_each = 8 if counted else 12  # the closed form also keeps a copy of the weights there
     moved = plain.memory(counted=counted).optimizer - offloaded.memory(counted=counted).optimizer
@@ -235,7 +233,6 @@ def test_the_cheapest_cure_that_fits(share: float, settings: tuple[str, ...], cu
 def test_a_cure_of_stages_keeps_the_accumulation() -> None:
     run = _run("trainer.accumulate_grad_batches=2", "model.tie_embeddings=false", "data.global_batch_size=32")
     staged = planning._staged(run)
-    assert staged is not None
     assert (staged.pp, staged.micro_batches) == (2, 8), "four for two stages, each twice"
     again = _run("trainer.accumulate_grad_batches=16", "model.tie_embeddings=false", "data.global_batch_size=32")
     assert planning._staged(again) is None, "64 of 32 samples"
@@ -246,13 +243,11 @@ def test_a_refusal_is_one_line() -> None:
     total = run.memory().total
     assert memory_refusal(run, total) is None
     sentence = memory_refusal(run, 0.6 * total)
-    assert sentence is not None
     assert "this run needs" in sentence
     assert " are free: use trainer.accumulate_grad_batches=" in sentence
     assert "check_memory=false starts it anyway" in sentence
     assert "\n" not in sentence
     hopeless = memory_refusal(run, 1e6)
-    assert hopeless is not None
     assert ": even with " in hopeless
     assert "trainer.accumulate_grad_batches=32" in hopeless  # before what changes the training
     assert "global_batch_size" not in hopeless

@@ -95,7 +95,6 @@ def test_weights_and_scores_train_the_router() -> None:
 def test_one_choice_still_trains_the_router() -> None:
     router = make_router(top_k=1)
     router(tokens()).weights_TK.sum().backward()
-    assert router.weight.grad is not None
     assert router.weight.grad.abs().sum() > 0, "a lone weight was normalised to the constant 1"
 
 

@@ -515,7 +515,6 @@ def test_a_rank_that_slows_down_during_a_stall_is_slow() -> None:
 def test_recommend_says_what_mixing_costs() -> None:
     run = scenario(workload=small_workload(**BATCH), hardware=small_hardware(speeds=[1.0, 0.5]))
     mixture = mixture_of(run)
-    assert mixture is not None
     assert mixture.even < mixture.mixed <= 1.01 * mixture.alike
     assert mixture.fastest < mixture.mixed
     table = recommend(run).table()

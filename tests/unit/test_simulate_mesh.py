@@ -412,7 +412,6 @@ def test_what_a_lost_node_takes_with_it(mesh: MeshSpec, source: str) -> None:
     report = simulate(_world_scenario(mesh, Event(time_ns=1800 * NS, failed=(2,))))
     assert [recovery.source for recovery in report.recoveries] == [source]
     found = mesh_report(_world_scenario(mesh))
-    assert found is not None
     assert found.is_live == (source == "live replicas")
     assert ("has all of the dense state" in found.table()) == found.is_live
     assert (found.dp_after, found.waiting) == divmod((WORLD_NODES - 1) * WORLD_PER_NODE, mesh.unit)

@@ -34,7 +34,6 @@ def of_host(host: int, hosts: int, rtt_s: float) -> dict[frozenset[int], float]:
 def test_a_host_behind_a_slow_link_is_named_with_its_ranks(hosts: int, ranks: int) -> None:
     for host in range(hosts):
         found = slowest_host(network(of_host(host, hosts, 50 * MS), hosts, ranks))
-        assert found is not None
         assert (found.address, list(found.ranks)) == (f"10.0.0.{host}", [host * ranks + n for n in range(ranks)])
         who = f"rank {host}" if ranks == 1 else f"ranks {2 * host}, {2 * host + 1}"
         assert str(found) == (f"the link of {who} (10.0.0.{host}): round trips take 50.0 ms, between the others 0.2 ms")
