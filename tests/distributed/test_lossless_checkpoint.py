@@ -23,15 +23,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent_handle import agent_alive, request_stop
-from moe_lightning.checkpoint.arena import arenas_name, digest_of
+from moe_lightning.checkpoint.arena import digest_of
 from moe_lightning.checkpoint.directory import run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_usable
-from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.agents import agent_ahead
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.test_partial_checkpoint import arenas_of, session_of
 from tests.distributed.training import DrawNoise, train
 from tests.forks import kill
 from tests.parameters import slow
@@ -98,10 +98,6 @@ class WaitForWriter(pl.Callback):
 
 def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:
     return PartialExpertsCheckpoint(str(root), **{"every_n_steps": 1, "k_snapshot": 1, "lossless": True, **options})
-
-
-def arenas_of(root: Path) -> Path:
-    return Path("/dev/shm") / ("moe-lightning-" + arenas_name(root.parent.name, run_of(root) or "", "", root))
 
 
 @pytest.fixture
@@ -333,7 +329,7 @@ class Lengths(pl.Callback):
         self.found: set[int] = set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        session = session_of(trainer)
         self.found |= {session.contents.k_snapshot} if session is not None else set()
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -370,12 +366,6 @@ class PublishLate(pl.Callback):
         self.has_ended = True
         if trainer.global_rank == 0:
             session_of(trainer).finish_copy()
-
-
-def session_of(trainer: pl.Trainer) -> CheckpointSession:
-    session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
-    assert session is not None
-    return session
 
 
 @pytest.mark.slow

@@ -43,17 +43,36 @@ WITH_CHECKPOINTS = {"enable_checkpointing": True}
 PIPELINE: dict[str, Any] = {"mesh": {"pp": 2}, "micro_batches": 4}
 
 
-class CountLog(pl.Callback):
-    """Appends each step's counts of every expert to a file (rank 0): the brute-force ledger."""
+class Log(pl.Callback):
+    """Appends what a function of the Trainer returns in each step to a file, as JSON (rank 0).
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        hook: that calls it; by default at the end of the step.
+    """
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        counts = [layer.statistics.computed_NE.sum(dim=0).tolist() for layer in moe_layers(module)]  # type: ignore[union-attr]
-        if trainer.global_rank == 0:
+    def __init__(self, path: Path, look: Callable[[pl.Trainer], Any], hook: str = "on_train_batch_end") -> None:
+        self.path, self.look = path, look
+        setattr(self, hook, self.append)
+
+    def append(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0 and (found := self.look(trainer)) is not None:
             with self.path.open("a") as file:
-                file.write(json.dumps([trainer.global_step, counts]) + "\n")
+                file.write(json.dumps(found) + "\n")
+
+
+def session_of(trainer: pl.Trainer) -> Any:
+    return next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+
+
+def counts(trainer: pl.Trainer) -> Any:
+    """The step and the counts of each expert in it: the brute-force ledger."""
+    layers = moe_layers(trainer.lightning_module)
+    return [trainer.global_step, [layer.statistics.computed_NE.sum(dim=0).tolist() for layer in layers]]  # type: ignore[union-attr]
+
+
+def chosen_k(trainer: pl.Trainer) -> int | None:
+    session = session_of(trainer)
+    return session and session.contents.k_persist
 
 
 class KillAt(pl.Callback):
@@ -65,19 +84,6 @@ class KillAt(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step and trainer.global_rank in self.ranks:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KChoices(pl.Callback):
-    """Writes the K in force at every step (rank 0)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
-        if trainer.global_rank == 0 and session is not None:
-            with self.path.open("a") as file:
-                file.write(f"{session.contents.k_persist}\n")
 
 
 def run(
@@ -189,7 +195,7 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
     counts_path, k_path = tmp_path / "counts", tmp_path / "k"
     partial_saver = partial(saver, root, every_n_steps=1, k_snapshot=2, k_persist=1, order=order)
     with pytest.raises(RankFailure):
-        run(2, [partial_saver(), CountLog(counts_path), KillAt(9, (0, 1))], steps=20)
+        run(2, [partial_saver(), Log(counts_path, counts), KillAt(9, (0, 1))], steps=20)
     let_the_agent_finish(root)
     checkpoint = find_newest(root).checkpoint
     step, versions = checkpoint.manifest.step, checkpoint.expert_versions()
@@ -198,7 +204,7 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
     lost: Any = sum(counts * ((versions < s) & (s <= step)) for s, counts in per_step.items())
     planned = per_step[1].sum(axis=1) * 20
 
-    resumed = [partial_saver(), DynamicK(0.9), KChoices(k_path), Books()]
+    resumed = [partial_saver(), DynamicK(0.9), Log(k_path, chosen_k), Books()]
     losses = run(2, resumed, steps=20, ckpt_path="last")[0]["losses"]
     assert len(losses) == 20 - step
     plt, lost_reported = json.loads((root / "books.json").read_text())
@@ -223,9 +229,9 @@ def test_dynamic_k_raises_k_when_a_restore_lost_tokens(root: Path, tmp_path: Pat
     with pytest.raises(RankFailure):
         run(1, [make(), KillAt(9, (0,))], steps=100)
     let_the_agent_finish(root)
-    run(1, [make(), DynamicK(0.2), KChoices(k_path)], steps=14, ckpt_path=str(root))
+    run(1, [make(), DynamicK(0.2), Log(k_path, chosen_k)], steps=14, ckpt_path=str(root))
     assert set(k_path.read_text().split()) <= {"1", "2", "4", "6"}
-    run(1, [make(), DynamicK(0.0001), KChoices(k_path)], steps=16, ckpt_path=str(root))
+    run(1, [make(), DynamicK(0.0001), Log(k_path, chosen_k)], steps=16, ckpt_path=str(root))
     assert k_path.read_text().split()[-1] == str(EXPERTS)
 
 
@@ -318,7 +324,7 @@ def test_a_restore_that_is_not_strict_leaves_new_weights_as_they_are(root: Path,
 @pytest.mark.slow
 def test_adaptive_numbers_come_from_measured_times(root: Path, tmp_path: Path) -> None:
     k_path = tmp_path / "k"
-    run(2, [saver(root, every_n_steps="auto", k_snapshot="auto", k_persist=1), KChoices(k_path)], steps=40)
+    run(2, [saver(root, every_n_steps="auto", k_snapshot="auto", k_persist=1), Log(k_path, chosen_k)], steps=40)
     checkpoint = find_newest(root).checkpoint
     assert checkpoint.manifest.step == 40
     assert all(1 <= int(k) <= EXPERTS for k in k_path.read_text().split())
@@ -338,7 +344,7 @@ class LateCommit(pl.Callback):
         self.has_chosen = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        session = session_of(trainer)
         if session is None:
             return
         session.finish_copy()
@@ -373,23 +379,9 @@ def test_random_generators_continue(root: Path) -> None:
     assert resumed == whole[5:]
 
 
-class MoveExperts(pl.Callback):
-    """Re-places the experts after a step: every layer's placement mirrored over the ranks."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, ExpertParallelStrategy)
-        if trainer.global_step == self.step:
-            mirrored = [Placement(replicas=p.replicas[:, ::-1].copy()) for p in strategy.experts.placements]
-            strategy.replace_experts(mirrored)
-
-
 def test_experts_that_move_are_saved_under_their_own_names(root: Path) -> None:
     whole = run(1, [], steps=10)[0]
-    run(2, [saver(root, every_n_steps=1), MoveExperts(3)], steps=6)
+    run(2, [saver(root, every_n_steps=1), ReplaceExperts(3, elsewhere=True)], steps=6)
     resumed = run(2, [], steps=10, ckpt_path=str(root))[0]
     np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
 
@@ -398,7 +390,7 @@ class WaitForCommit(pl.Callback):
     """Ends the epoch when its last checkpoint is committed."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        session = session_of(trainer)
         session.finish_copy()  # type: ignore[union-attr]
         wait_until(lambda: session.status().committed_step == trainer.global_step, "it was not committed")  # type: ignore[union-attr]
 
@@ -411,18 +403,12 @@ def test_the_last_step_is_saved_whole_though_a_part_of_it_is_committed(root: Pat
     np.testing.assert_allclose(resumed["losses"], whole["losses"][5:], rtol=0, atol=1e-5)
 
 
-class SessionLog(pl.Callback):
-    """Writes after every step which session is open, and the copied bytes of its last snapshot (rank 0)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
-        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
-        if trainer.global_rank == 0 and session is not None:
-            report = session._snapshotter.finish()
-            with self.path.open("a") as file:
-                file.write(json.dumps([trainer.global_step, session._opening.session, report.copied_bytes]) + "\n")  # type: ignore[union-attr]
+def last_copy(trainer: pl.Trainer) -> Any:
+    """The step, the session that is open, and the copied bytes of its last snapshot."""
+    session = session_of(trainer)
+    if session is None:
+        return None
+    return trainer.global_step, session._opening.session, session._snapshotter.finish().copied_bytes  # type: ignore[union-attr]
 
 
 class ReplaceExperts(pl.Callback):
@@ -446,8 +432,8 @@ def test_a_rebalance_opens_no_session_and_copies_only_what_changed_hands(
 ) -> None:
     whole = run(1, [], steps=10)[0]
     path = tmp_path / "sessions"
-    callbacks = [saver(root, every_n_steps=1, k_snapshot=1), ReplaceExperts(3, elsewhere=elsewhere), SessionLog(path)]
-    run(2, callbacks, steps=8)
+    log = Log(path, last_copy, "on_before_zero_grad")
+    run(2, [saver(root, every_n_steps=1, k_snapshot=1), ReplaceExperts(3, elsewhere=elsewhere), log], steps=8)
     steps, sessions, copied = zip(*map(json.loads, path.read_text().splitlines()), strict=True)
     assert len(set(sessions)) == 1
     sizes = dict(zip(steps, copied, strict=True))
@@ -555,7 +541,7 @@ class SlowCopies(pl.Callback):
     """Adds a quarter of a second to what training waits for each snapshot."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
+        session = session_of(trainer)
         if session is not None:
             extra_s = 0.25 * (trainer.global_step % 4 == 1)
             session.wait_before_update = lambda: CheckpointSession.wait_before_update(session) + extra_s
@@ -571,26 +557,21 @@ def test_loggers_get_what_training_waited_for_each_snapshot(root: Path, tmp_path
     assert min(stalls_ms.values()) >= 250
 
 
-class WindowLog(pl.Callback):
-    """Writes which bytes of each snapshot were copied in which window (rank 0)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
-        session = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint)).session  # type: ignore[attr-defined]
-        if trainer.global_rank == 0 and session is not None and session.last_report is not None:
-            report = session.last_report
-            sizes = {window.value: size for window, size in report.copied_by_window.items()}
-            with self.path.open("a") as file:
-                file.write(json.dumps([report.copied_bytes, sizes]) + "\n")
+def copied_windows(trainer: pl.Trainer) -> Any:
+    """The copied bytes of the last snapshot, in all and by window."""
+    session = session_of(trainer)
+    if session is None or session.last_report is None:
+        return None
+    report = session.last_report
+    return report.copied_bytes, {window.value: size for window, size in report.copied_by_window.items()}
 
 
 @pytest.mark.slow
 def test_scheduled_copies_are_whole_and_told_by_window(root: Path, tmp_path: Path) -> None:
     whole = run(1, [], steps=10)[0]
     path = tmp_path / "windows"
-    run(2, [saver(root, every_n_steps=1, windows="scheduled"), WindowLog(path)], steps=6)
+    log = Log(path, copied_windows, "on_before_zero_grad")
+    run(2, [saver(root, every_n_steps=1, windows="scheduled"), log], steps=6)
     resumed = run(2, [], steps=10, ckpt_path=str(root))[0]
     np.testing.assert_allclose(resumed["losses"], whole["losses"][6:], rtol=0, atol=1e-5)
     reports = [json.loads(line) for line in path.read_text().splitlines()]
