@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from benchmarks.recovery_probability import recovery_probabilities
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, elastic_run, reference
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import wait_until
@@ -284,7 +283,6 @@ class WatchedBalancer(LoadBalancer):
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         super().on_train_batch_end(trainer, *arguments)
         strategy = trainer.strategy
-        assert isinstance(strategy, ExpertParallelStrategy)
         if self.planner is not None and strategy.elastic.members is not None:
             known = self.planner.state_dict(), [costs.to_json() for costs in self.planner.costs]
             line = [strategy.elastic.members.name, trainer.global_step, known]
