@@ -336,12 +336,19 @@ def _train_alone(rank: int, world_size: int, folder: str, steps: int, options: d
     train_elastically(rank, world_size, Path(folder), steps, **options)
 
 
-def assert_same_losses(run: ElasticRun, expected: Losses, tolerance: float = 1e-5) -> None:
-    """Law L1: every step and every validation was made, and its loss is that of a run without faults."""
+def assert_same_losses(
+    run: ElasticRun, expected: Losses, tolerance: float = 1e-5, *, has_replicas: bool = False
+) -> None:
+    """Law L1: every step and every validation was made, and its loss is that of a run without faults.
+
+    Args:
+        has_replicas: experts had some, which were alike (law L3).
+    """
     for found, wanted in ((run.losses(), expected.training), (run.validations(), expected.validation)):
         assert found.keys() == wanted.keys(), sorted(wanted.keys() ^ found.keys())
         wrong = {step: (loss, wanted[step]) for step, loss in found.items() if abs(loss - wanted[step]) > tolerance}
         assert not wrong, wrong
+    assert not has_replicas or run.assert_replicas_equal() > 0
 
 
 def _lines(path: Path) -> Iterator[Any]:

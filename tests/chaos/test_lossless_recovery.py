@@ -22,8 +22,7 @@ def assert_nothing_is_lost(run: ElasticRun, kills: int) -> None:
     assert run.kills_done() == kills
     assert all(report["stale_experts"] == 0 for report in run.reports())
     assert all(line["plt"] in (None, 0.0) for worker in run.processes for line in run.recoveries(worker))
-    assert_same_losses(run, reference(STEPS))
-    assert run.assert_replicas_equal() > 0
+    assert_same_losses(run, reference(STEPS), has_replicas=True)
 
 
 def restored(run: ElasticRun) -> list[str]:
