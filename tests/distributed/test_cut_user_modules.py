@@ -108,9 +108,7 @@ class UsesAdagrad(Blocks):
 class TogglesOptimizers(Blocks):
     """In turn, as for two adversaries: gradients of the other's parameters must not stay."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
         for optimizer in self.optimizers():
@@ -129,9 +127,7 @@ class TogglesOptimizers(Blocks):
 class StepsByHand(OwnModule):
     """Without units, and with a backward pass before the loss has left training_step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()

@@ -125,9 +125,7 @@ class ClipsManually(OwnModule):
 
     clip = staticmethod(torch.nn.utils.clip_grad_norm_)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()

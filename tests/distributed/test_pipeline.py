@@ -636,9 +636,7 @@ class Twice(Own):
 
 
 class Manual(Own):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 class NoBlocks(Own):

@@ -257,9 +257,7 @@ def test_waits_of_a_gpu_for_shadows_are_what_they_cost_there(monkeypatch: pytest
 
 
 class ManualModule(OwnModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

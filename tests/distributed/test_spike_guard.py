@@ -305,9 +305,7 @@ def test_the_limit_of_a_loss(losses: list[float], limit: float) -> None:
 
 
 class Manual(OwnModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
 
 def test_manual_optimization_is_refused() -> None:

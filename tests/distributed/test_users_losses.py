@@ -58,9 +58,7 @@ class MaskedMean(OwnModule):
 
 
 class MaskedManually(MaskedMean):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()

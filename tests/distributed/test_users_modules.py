@@ -582,9 +582,7 @@ def test_noise_of_a_loader_without_positions_changes_after_a_validation() -> Non
 class NoisyByHand(Noisy):
     """Accumulates the gradients of two batches by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()

@@ -35,9 +35,7 @@ class UnlikeLayers(OwnModule):
 class SharedTrunk(OwnModule):
     """Two optimizers take turns with the same weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()[batch_idx % 2]  # type: ignore[index]

@@ -205,9 +205,7 @@ class OwnClipping(Taped):
 
 
 class Manual(Taped):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
