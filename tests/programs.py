@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import pytest
+
 from tests.forks import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +32,13 @@ _OURS = (
 )  # fmt: skip
 """Variables of the tests' own environment that a user's command would not see."""
 _POLL_S = 0.02
+
+
+def exit_code(main: Callable[..., object], *arguments: object) -> object:
+    """The code with which the function of a command ends its process."""
+    with pytest.raises(SystemExit) as ended:
+        main(*arguments)
+    return ended.value.code
 
 
 def users_environment() -> dict[str, str]:

@@ -28,6 +28,7 @@ from moe_lightning.strategies.worlds import RecoveryReport
 from tests.commands import SMALL_MODEL, WORDS, moe_train, write_words
 from tests.distributed.training import TINY, OwnModule, RandomTokens
 from tests.documented import PAGES, PLUGINS, ROOT, blocks, commands
+from tests.programs import exit_code
 
 SMALL = [
     "ranks=2",
@@ -190,17 +191,13 @@ def test_simulations_run(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("name", [*bench.COMMANDS, *bench.benchmarks()])
 def test_benchmarks_say_how(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        bench.main([name, "--help"])
-    assert exit_.value.code == 0
+    assert exit_code(bench.main, [name, "--help"]) == 0
     assert f"moe-bench {name}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_answers_without_a_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        train.main([option])
-    assert exit_.value.code == 0
+    assert exit_code(train.main, [option]) == 0
     assert "moe-train" in capsys.readouterr().out
 
 

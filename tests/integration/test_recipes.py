@@ -21,6 +21,7 @@ from moe_lightning.cli.train import main
 from tests.agents import ForkedAgent
 from tests.commands import SMALL_MODEL, WORDS, write_words
 from tests.documented import PLUGINS
+from tests.programs import exit_code
 
 ELSEWHERE = {"olmoe_finetune", "olmoe_fsdp", "olmoe_qlora", "upcycle_gpt2", "upcycle_llama", "deepseek_v3_sim"}
 IMAGES = {"swinv2_moe", "moc_swinv2_moe"}
@@ -115,10 +116,8 @@ def _composed(recipe: str) -> DictConfig:
 )
 def test_trains_two_steps(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
     require_extras(recipe)
-    with pytest.raises(SystemExit) as exit_:
-        main([f"recipes={recipe}", *reduced(recipe, 2), *FITTED.get(recipe, [])])
+    assert exit_code(main, [f"recipes={recipe}", *reduced(recipe, 2), *FITTED.get(recipe, [])]) == 0
     said = capfd.readouterr()
-    assert exit_.value.code == 0, said.err
     assert "step 2/2" in said.out
     run = Path("outputs/small")
     with (run / "csv" / "version_0" / "metrics.csv").open() as file:

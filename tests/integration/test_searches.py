@@ -13,7 +13,7 @@ from moe_lightning.cli.composition import composition_errors
 from moe_lightning.cli.train import main
 from moe_lightning.errors import ConfigurationError
 from tests.commands import TINY, write_words
-from tests.programs import run_program
+from tests.programs import exit_code, run_program
 
 COMMAND = ["-m", "moe_lightning.cli.train"]
 SMALL = (
@@ -32,10 +32,8 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
 
 
-def moe_train(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    return int(str(exit_.value.code))
+def moe_train(*arguments: str) -> object:
+    return exit_code(main, arguments)
 
 
 def logged(run: Path, name: str) -> float:

@@ -16,6 +16,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.failures import NS
 from moe_lightning.simulate.recommend import Advice
 from moe_lightning.simulate.scenario import Scenario
+from tests.programs import exit_code
 
 LARGE = ["model=gpt_m", "model.tie_embeddings=false", "data.global_batch_size=512", "trainer.precision=bf16-mixed"]
 
@@ -28,10 +29,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _advice(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit_:
-        main(["--advise", *arguments])
+    assert exit_code(main, ["--advise", *arguments]) == 0
     captured = capsys.readouterr()
-    assert exit_.value.code == 0, captured.err
     return captured.out
 
 
@@ -134,10 +133,8 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES, ids=lambda value: " ".join(value)[:40])
 def test_a_mistake_is_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["--advise", *arguments])
+    assert exit_code(main, ["--advise", *arguments]) == 2
     error = capsys.readouterr().err
-    assert exit_.value.code == 2
     assert len(error.splitlines()) == 1
     assert error.startswith("moe-train: error: ")
     assert expected in error

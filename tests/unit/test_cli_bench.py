@@ -8,6 +8,7 @@ import pytest
 
 from moe_lightning.cli import bench
 from moe_lightning.cli.bench import main
+from tests.programs import exit_code
 
 LAYER = ["layer", "--rounds", "1", "--tokens", "16", "--d-model", "8", "--d-expert", "8", "--experts", "4"]
 
@@ -22,9 +23,7 @@ def test_the_installed_package_has_no_benchmarks(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "benchmarks", dict)
-    with pytest.raises(SystemExit) as stop:
-        main([name, "--rounds", "1"])
-    assert stop.value.code == 2
+    assert exit_code(main, [name, "--rounds", "1"]) == 2
     error = capsys.readouterr().err
     assert f"'{name}' is not a command of the installed package" in error
     assert "or run a benchmark of the project in a source checkout (moe-bench --help" in error

@@ -22,7 +22,7 @@ from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import in_columns
-from tests.programs import run_program, users_environment
+from tests.programs import exit_code, run_program, users_environment
 
 COMMANDS = {
     "moe-train": moe_train,
@@ -51,18 +51,14 @@ def test_every_command_has_a_version(
     program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program, "--version"])
-    with pytest.raises(SystemExit) as exit_:
-        COMMANDS[program]()
-    assert exit_.value.code == 0
+    assert exit_code(COMMANDS[program]) == 0
     assert capsys.readouterr().out == f"{program} {__version__}\n"
 
 
 @pytest.mark.parametrize("program", COMMANDS)
 def test_help_is_a_word_too(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [program, "help"])
-    with pytest.raises(SystemExit) as exit_:
-        COMMANDS[program]()
-    assert exit_.value.code == 0
+    assert exit_code(COMMANDS[program]) == 0
     assert program in capsys.readouterr().out
 
 

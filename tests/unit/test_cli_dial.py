@@ -17,6 +17,7 @@ from moe_lightning.cli.train import main, resolved
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.layer import moe_layers
+from tests.programs import exit_code
 
 NAMED = ("run_name=x", "run_dir=outputs/x")
 
@@ -129,15 +130,11 @@ def test_depth_chooses_the_rules_once() -> None:
 
 
 def test_info_shows_what_was_set(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(["depth=4", "model.d_model=128", "--info", "dial"])
+    assert exit_code(main, ["depth=4", "model.d_model=128", "--info", "dial"]) == 0
     out = capsys.readouterr().out
-    assert exit_.value.code == 0
     assert re.search(r"^model.d_model +128 +set by you$", out, re.MULTILINE)
     assert all(re.search(rf"^{re.escape(key)} ", out, re.MULTILINE) for key in RULES)
-    with pytest.raises(SystemExit) as exit_:
-        main(["--info", "dial"])
-    assert exit_.value.code == 2
+    assert exit_code(main, ["--info", "dial"]) == 2
     assert capsys.readouterr().err.endswith("--info dial shows what depth=N sets: give depth=N with it\n")
 
 

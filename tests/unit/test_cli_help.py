@@ -21,6 +21,7 @@ from moe_lightning.cli.simulation import compose_simulation
 from moe_lightning.cli.train import is_externally_launched, main, with_ranks
 from moe_lightning.cli.training import _environment_plugins
 from moe_lightning.errors import ConfigurationError
+from tests.programs import exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +32,7 @@ def _root_logger() -> Iterator[None]:
 
 
 def _output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 0
+    assert exit_code(main, arguments) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out

@@ -15,6 +15,7 @@ from moe_lightning.cli.train import main
 from moe_lightning.user_errors import report, sentence_of, sentence_of_memory
 from tests.commands import WORDS, write_words
 from tests.parameters import slow
+from tests.programs import exit_code
 
 TINY = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")
 
@@ -51,14 +52,10 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _sentence(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     """What the command says on stderr, after checking that it is one sentence and exits with 2."""
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    err = capfd.readouterr().err
-    lines = err.strip().splitlines()
-    assert len(lines) == 1, err
-    assert lines[0].startswith("moe-train: error: ")
-    assert exit_.value.code == 2
-    return lines[0]
+    assert exit_code(main, arguments) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("moe-train: error: ")
+    return line
 
 
 @pytest.mark.parametrize(("typed", "named"), STARTING, ids=" ".join)
@@ -99,10 +96,8 @@ def test_a_defect_keeps_its_traceback(
 ) -> None:
     (tmp_path / "faulty.py").write_text("def build(config, optimizer):\n    return undefined_name\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        main([*TINY, "module._target_=faulty.build"])
+    assert exit_code(main, [*TINY, "module._target_=faulty.build"]) == 1
     err = capfd.readouterr().err
-    assert exit_.value.code == 1
     assert "Traceback" in err
     assert "NameError" in err
 

@@ -17,6 +17,7 @@ from moe_lightning.cli.targets import ALLOW_VARIABLE, located, typed_targets_all
 from moe_lightning.cli.train import main
 from moe_lightning.errors import ConfigurationError
 from tests.commands import WORDS, write_words
+from tests.programs import exit_code
 
 QUICK = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")
 EXECUTORS = [
@@ -61,9 +62,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
 
 
 def _error(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
+    assert exit_code(main, words) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     return line
 
@@ -229,9 +228,7 @@ def test_a_recipe_does_not_choose_the_program_of_workers(
 def test_own_recipes_can_be_swept(recipe: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed: seeds.append(composed.seed))
-    with pytest.raises(SystemExit) as ended:
-        main([*recipe("log_every: 3"), "-m", "seed=1,2", "+hydra.job.env_set.GREETING=hello"])
-    assert ended.value.code == 0
+    assert exit_code(main, [*recipe("log_every: 3"), "-m", "seed=1,2", "+hydra.job.env_set.GREETING=hello"]) == 0
     assert seeds == [1, 2]
 
 
@@ -250,8 +247,6 @@ def test_what_hydra_may_be_told(
     monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed: found.update(os.environ))
     if "allowed" in words:
         monkeypatch.setenv(ALLOW_VARIABLE, "hydra")
-    with pytest.raises(SystemExit) as ended:
-        main([*recipe(text), *(word for word in words if word != "allowed")])
-    assert ended.value.code == 0
+    assert exit_code(main, [*recipe(text), *(word for word in words if word != "allowed")]) == 0
     assert found.get("GREETING", "hello") == "hello"
     assert ("GREETING" in found) == ("GREETING" in text + "".join(words))

@@ -31,6 +31,7 @@ from moe_lightning.hub import (
 )
 from tests.commands import moe_train
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint
+from tests.programs import exit_code
 from tests.unit.test_generate import write_tokenizer
 
 hub = pytest.importorskip("huggingface_hub")
@@ -272,9 +273,7 @@ def test_what_cannot_be_downloaded_is_one_sentence(served: Served, capfd: pytest
         "org/bert": r"model_type='bert' of .* is not known: use one of mixtral",
     }
     for name, sentence in told.items():
-        with pytest.raises(SystemExit) as exit_:
-            moe_train([*command, f"model.pretrained={name}"])
-        assert exit_.value.code == 2
+        assert exit_code(moe_train, [*command, f"model.pretrained={name}"]) == 2
         lines = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
         assert len(lines) == 1
         assert re.search(sentence, lines[0])

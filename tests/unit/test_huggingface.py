@@ -53,6 +53,7 @@ from tests.huggingface_models import (
     transformers,
 )
 from tests.parameters import slow
+from tests.programs import exit_code
 from tests.unit.test_generate import TEMPLATE, write_tokenizer
 
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
@@ -813,10 +814,9 @@ def test_what_is_no_checkpoint_with_experts_is_told(
         make_checkpoint(name, tmp_path / name)
     with pytest.raises(ConfigurationError, match=sentence):
         load(Path(name))
-    with pytest.raises(SystemExit) as exit_:
-        train.main(["recipes=olmoe_finetune", f"model.pretrained={name}", "data.path=chat.jsonl", "ranks=1"])
+    words = ["recipes=olmoe_finetune", f"model.pretrained={name}", "data.path=chat.jsonl", "ranks=1"]
+    assert exit_code(train.main, words) == 2
     error = capfd.readouterr().err
-    assert exit_.value.code == 2
     assert re.search(sentence, error)
     assert len(error.splitlines()) == 1
 
