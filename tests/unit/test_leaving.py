@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,147 +20,134 @@ from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.train_state import StateTransfer
 
 
+def offline(rank: int, size: int) -> World:
+    return World.offline(rank, size, torch.device("cpu"))
+
+
+def elastic(world: Any, *, spares: int = 0, **engine: Any) -> Any:
+    """What a rank of a world does at its end, around a strategy that is there for its worlds alone."""
+    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
+    worlds.engine, worlds._departure, worlds._state = MagicMock(**engine), None, MagicMock()
+    worlds._strategy = MagicMock(worlds=SimpleNamespace(present=world, spares=spares))
+    worlds._strategy.options.timeout = timedelta(seconds=1)
+    worlds.step, worlds.is_newcomer, worlds._planner = SimpleNamespace(is_torn=False), False, None
+    return worlds
+
+
+@pytest.fixture
+def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let ranks that hand over gather these notices, and their barrier end with an error."""
+
+    def set_up(found: list[Any], error: Exception | None = None) -> None:
+        monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: found)
+        monkeypatch.setattr(elastic_worlds, "store_barrier", MagicMock(side_effect=error))
+
+    return set_up
+
+
 @pytest.mark.parametrize(("rank", "is_spare"), [(0, False), (2, True)])
 def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
-    monkeypatch: pytest.MonkeyPatch, rank: int, is_spare: bool
+    meet: Callable[..., None], rank: int, is_spare: bool
 ) -> None:
     """The first of them breaks the world up while others still read that all have come; a death is another matter."""
-
-    def cut(*_: object) -> None:
-        raise dist.DistNetworkError("the store of a world that broke")
-
-    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [[None, False]] * 3)
-    monkeypatch.setattr(elastic_worlds, "store_barrier", cut)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds.engine, worlds._departure = SimpleNamespace(store=None, reason="ranks wait", notice=None), None
-    worlds.step = SimpleNamespace(is_torn=False)
-    worlds._strategy = SimpleNamespace(
-        worlds=SimpleNamespace(present=World.offline(rank, 3, torch.device("cpu")), spares=1),
-        options=SimpleNamespace(timeout=timedelta(seconds=1)),
-    )
+    meet([[None, False]] * 3, dist.DistNetworkError("the store of a world that broke"))
+    worlds = elastic(offline(rank, 3), spares=1, reason="ranks wait", notice=None)
     assert worlds._hand_over("ranks wait") is is_spare
     worlds.engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
         worlds._hand_over("ranks wait")
 
 
-def test_who_is_cut_off_by_one_that_saw_others_leave_has_seen_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: [[None, False], ["SIGTERM", False]])
-    monkeypatch.setattr(elastic_worlds, "store_barrier", lambda *_: None)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds.engine, worlds._departure = MagicMock(reason="ranks leave", notice=None), None
+def test_who_is_cut_off_by_one_that_saw_others_leave_has_seen_it_too(meet: Callable[..., None]) -> None:
+    meet([[None, False], ["SIGTERM", False]])
+    worlds = elastic(offline(0, 2), reason="ranks leave", notice=None)
     worlds.engine.store.wait.side_effect = dist.DistNetworkError("the store of a world that broke")
-    worlds.step = SimpleNamespace(is_torn=False)
-    present = World.offline(0, 2, torch.device("cpu"))
-    worlds._strategy = MagicMock(worlds=SimpleNamespace(present=present, spares=0))
     assert not worlds._hand_over("ranks leave")
     worlds.engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
         worlds._hand_over("ranks leave")
 
 
-def test_nobody_leaves_while_values_of_some_rank_are_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_leaves_while_values_of_some_rank_are_torn(meet: Callable[..., None]) -> None:
     """Damaged values that a rank sends would count as good, and the good copy may be that of a rank that leaves."""
-    found = [["SIGTERM", False], [None, True], [None, False]]
-    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda *_: found)
-    monkeypatch.setattr(elastic_worlds, "store_barrier", lambda *_: None)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds.engine, worlds._departure, worlds._state = MagicMock(notice="SIGTERM"), None, MagicMock()
-    world = SimpleNamespace(rank=0, size=3, is_connected=True)
-    worlds._strategy = MagicMock(worlds=SimpleNamespace(present=world, spares=0))
-    worlds.step = SimpleNamespace(is_torn=False)
+    meet([["SIGTERM", False], [None, True], [None, False]])
+    worlds = elastic(SimpleNamespace(rank=0, size=3, is_connected=True), notice="SIGTERM")
     assert not worlds._hand_over("SIGTERM")
     worlds._state.transfer.hand_over.assert_not_called()
 
 
 def test_a_model_without_experts_is_handed_over() -> None:
     state = MagicMock(experts=SimpleNamespace(placements=[]))
-    world = World.offline(0, 2, torch.device("cpu"))
+    world = offline(0, 2)
     StateTransfer(state).hand_over([0], world, ["a", "b"], min_replicas=2)
     state.shards.hand_over.assert_called_once_with([0], world)
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["whole", "optimizer states move"])
-def test_a_rank_that_is_whole_in_the_new_world_offers_its_values(monkeypatch: pytest.MonkeyPatch, moves: bool) -> None:
-    def fail(*_: object) -> None:
-        raise dist.DistNetworkError("rank 2 died")
+LIVE: dict[str, Any] = {"level": "live", "live_ranks": (0,), "apply_prepared": (), "shards": ()}
 
-    monkeypatch.setattr(elastic_worlds, "fetch_missing", lambda *_, **__: None)
-    monkeypatch.setattr(elastic_worlds, "fetch_dense", lambda *_: {})
-    monkeypatch.setattr(elastic_worlds, "restore_missing", lambda *_: None)
-    monkeypatch.setattr(elastic_worlds, "agree", fail)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds._state, worlds._strategy, worlds._planner = MagicMock(), MagicMock(), None
-    worlds._state.shards.moves_optimizers = moves
-    worlds.step, worlds.is_newcomer = CommittedStep(MagicMock()), False
-    plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=(), shards=(), held=None, nodes=())
-    with pytest.raises(dist.DistNetworkError):
-        worlds._move(plan, MagicMock(), World.offline(0, 3, torch.device("cpu")))
+
+@pytest.fixture
+def fails_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let a move to a plan's state fail in a call, of which those before it find nothing."""
+
+    def set_up(name: str, error: Exception) -> None:
+        for call, found in (("fetch_missing", None), ("fetch_dense", {}), ("restore_missing", None), ("agree", None)):
+            monkeypatch.setattr(elastic_worlds, call, MagicMock(return_value=found))
+        monkeypatch.setattr(elastic_worlds, name, MagicMock(side_effect=error))
+
+    return set_up
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["whole", "optimizer states move"])
+def test_a_rank_that_is_whole_in_the_new_world_offers_its_values(fails_in: Callable[..., None], moves: bool) -> None:
+    fails_in("agree", lost := dist.DistNetworkError("rank 2 died"))
+    worlds = elastic(None)
+    worlds._state.shards.moves_optimizers, worlds.step = moves, CommittedStep(MagicMock())
+    with pytest.raises(type(lost)):
+        worlds._move(SimpleNamespace(**LIVE, held=None, nodes=()), MagicMock(), offline(0, 3))
     assert worlds.step.is_torn is moves
 
 
-def test_an_update_that_the_plan_does_not_apply_is_not_applied_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_the_plan_does_not_apply_is_not_applied_later(fails_in: Callable[..., None]) -> None:
     """Its gradients of experts have gone by then."""
-
-    def fail(*_: object) -> None:
-        raise dist.DistNetworkError("rank 2 died")
-
-    monkeypatch.setattr(elastic_worlds, "fetch_missing", lambda *_, **__: None)
-    monkeypatch.setattr(elastic_worlds, "fetch_dense", fail)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds._state, worlds._strategy, worlds._planner = MagicMock(), MagicMock(), None
-    worlds.step, worlds.is_newcomer = CommittedStep(MagicMock()), False
+    fails_in("fetch_dense", lost := dist.DistNetworkError("rank 2 died"))
+    worlds = elastic(None)
+    worlds.step = CommittedStep(MagicMock())
     worlds.step.prepare(MagicMock())
-    plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=())
-    with pytest.raises(dist.DistNetworkError):
-        worlds._move(plan, MagicMock(), World.offline(0, 3, torch.device("cpu")))
+    with pytest.raises(type(lost)):
+        worlds._move(SimpleNamespace(**LIVE), MagicMock(), offline(0, 3))
     assert worlds.step.prepared is None
 
 
 @pytest.mark.parametrize(("rank", "is_newcomer", "is_torn"), [(0, False, False), (1, False, True), (1, True, False)])
 def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
-    monkeypatch: pytest.MonkeyPatch, rank: int, is_newcomer: bool, is_torn: bool
+    fails_in: Callable[..., None], rank: int, is_newcomer: bool, is_torn: bool
 ) -> None:
-    def fail(*_: object) -> None:
-        raise dist.DistNetworkError("rank 2 died")
-
-    monkeypatch.setattr(elastic_worlds, "fetch_missing", lambda *_, **__: None)
-    monkeypatch.setattr(elastic_worlds, "fetch_dense", fail)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds._state = SimpleNamespace(abort_window_replay=lambda: None)
-    worlds._strategy, worlds._planner = SimpleNamespace(checkpoints=SimpleNamespace(reads_objects=False)), None
+    fails_in("fetch_dense", lost := dist.DistNetworkError("rank 2 died"))
+    worlds = elastic(None)
     worlds.step, worlds.is_newcomer = CommittedStep(MagicMock()), is_newcomer
-    plan = SimpleNamespace(level="live", live_ranks=(0,), apply_prepared=())
-    with pytest.raises(dist.DistNetworkError):
-        worlds._move(plan, None, World.offline(rank, 3, torch.device("cpu")))
+    with pytest.raises(type(lost)):
+        worlds._move(SimpleNamespace(**LIVE), None, offline(rank, 3))
     assert worlds.step.is_torn is is_torn
 
 
-def test_a_second_plan_of_a_recovery_makes_no_update_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_plan_of_a_recovery_makes_no_update_again(fails_in: Callable[..., None]) -> None:
     """Snapshots of the first one were damaged."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise DamagedSnapshots([("a", "arena", 0, 1)])
-
-    monkeypatch.setattr(elastic_worlds, "fetch_missing", fail)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds._state = SimpleNamespace(abort_window_replay=lambda: None)
-    worlds._strategy, worlds._planner = SimpleNamespace(checkpoints=SimpleNamespace(reads_objects=False)), None
-    worlds.step, worlds.is_newcomer, update = CommittedStep(MagicMock()), False, MagicMock()
+    fails_in("fetch_missing", DamagedSnapshots([("a", "arena", 0, 1)]))
+    worlds, update = elastic(None), MagicMock()
+    worlds.step = CommittedStep(MagicMock())
     worlds.step.prepare(update)
     for _ in range(2):
         with pytest.raises(DamagedSnapshots):
-            worlds._move(SimpleNamespace(level="live", live_ranks=(0, 1), apply_prepared=(0,)), None, World.single())
+            worlds._move(SimpleNamespace(**LIVE | {"live_ranks": (0, 1), "apply_prepared": (0,)}), None, World.single())
     assert (update.call_count, worlds.step.version) == (1, 1)
 
 
 def test_a_departure_is_granted_for_one_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank lost meanwhile, there may be too few others."""
     monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
-    worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
-    worlds.engine, worlds._strategy = SimpleNamespace(abort=lambda _: None), MagicMock()
-    worlds.engine.settings = SimpleNamespace(min_ranks=2)
-    worlds._strategy.worlds.present = World.offline(0, 3, torch.device("cpu"))
+    worlds = elastic(offline(0, 3))
+    worlds.engine.settings.min_ranks = 2
     assert worlds.request_departure(0, "it is slow")
     worlds._leave("rank 2 died")
     assert worlds._departure is None
