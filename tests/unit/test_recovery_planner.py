@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -382,65 +383,52 @@ def test_a_snapshot_that_was_computed_wrong_is_not_planned_again() -> None:
     assert [rank.snapshots for rank in without_snapshots(ranks, {("", "parity", 2, 4)})] == [(), ()]
 
 
+class Sources:
+    """Snapshots in memory, and no checkpoint."""
+
+    def __init__(self, *found: SnapshotInventory) -> None:
+        self.found = list(found)
+
+    def snapshots(self) -> list[SnapshotInventory]:
+        return self.found
+
+    def newest_checkpoint(self) -> None:
+        return None
+
+
+def planned_version(planner: RecoveryPlanner, **options: Any) -> int:
+    """The version that a rank plans, which has nothing itself."""
+    asked = {"num_layers": 1, "num_experts": 2, "last_step": 5, "has_trained": True}
+    return planner.plan([RankInventory(rank=0, node="0")], World.single(), **asked, **options)[0].version
+
+
 def test_memory_in_which_all_is_damaged_is_not_planned_again() -> None:
     found = snapshot(4, (0, 4), (1, 4))
-
-    class Sources:
-        def snapshots(self) -> list[SnapshotInventory]:
-            return [found]
-
-        def newest_checkpoint(self) -> None:
-            return None
-
-    planner = RecoveryPlanner(Sources())  # type: ignore[arg-type]
-    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 5, "has_trained": True}
-    own = RankInventory(rank=0, node="0")
-    assert planner.plan([own], World.single(), **asked)[0].version == 4
+    planner = RecoveryPlanner(Sources(found))
+    assert planned_version(planner) == 4
     with pytest.raises(ConfigurationError, match="no rank, snapshot or checkpoint"):
-        planner.plan([own], World.single(), **asked, damaged={("0", *found.place)})
+        planned_version(planner, damaged={("0", *found.place)})
 
 
 def test_a_snapshot_that_was_being_copied_when_damage_was_found_is_not_used() -> None:
-    published = [snapshot(3, (0, 3), (1, 3))]
-
-    class Sources:
-        def snapshots(self) -> list[SnapshotInventory]:
-            return published
-
-        def newest_checkpoint(self) -> None:
-            return None
-
-    copied = snapshot(5, (0, 5), (1, 5), session="2")
-    publish = lambda: published.append(copied) if copied not in published else None  # noqa: E731
-    planner = RecoveryPlanner(Sources(), publish)  # type: ignore[arg-type]
+    sources, copied = Sources(snapshot(3, (0, 3), (1, 3))), snapshot(5, (0, 5), (1, 5), session="2")
+    planner = RecoveryPlanner(sources, lambda: copied in sources.found or sources.found.append(copied))
     planner.distrust_after(3, marks=False)
-    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 5, "has_trained": True}
-    assert planner.plan([RankInventory(rank=0, node="0")], World.single(), **asked)[0].version == 3
+    assert planned_version(planner) == 3
 
 
 def test_what_was_saved_after_a_first_damage_is_not_used_after_a_second_one() -> None:
-    class Sources:
-        def snapshots(self) -> list[SnapshotInventory]:
-            return [snapshot(step, (0, step), (1, step)) for step in (3, 5)]
-
-        def newest_checkpoint(self) -> None:
-            return None
-
-    planner = RecoveryPlanner(Sources())  # type: ignore[arg-type]
+    planner = RecoveryPlanner(Sources(*(snapshot(step, (0, step), (1, step)) for step in (3, 5))))
     planner.distrust_after(3, marks=False)
     planner.distrust_after(9, marks=False)
-    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 9, "has_trained": True}
-    assert planner.plan([RankInventory(rank=0, node="0")], World.single(), **asked)[0].version == 3
+    assert planned_version(planner) == 3
 
 
-def test_memory_that_cannot_be_read_ends_a_recovery_on_every_rank() -> None:
-    class Sources:
-        def snapshots(self) -> list[SnapshotInventory]:
-            raise PermissionError(13, "Permission denied", "/dev/shm/run")
-
-    asked: Any = {"num_layers": 1, "num_experts": 2, "last_step": 5, "has_trained": True}
+def test_memory_that_cannot_be_read_ends_a_recovery_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    denied = PermissionError(13, "Permission denied", "/dev/shm/run")
+    monkeypatch.setattr(Sources, "snapshots", Mock(side_effect=denied))
     with pytest.raises(CheckpointError, match=r"/dev/shm/run cannot be used \(Permission denied\)"):
-        RecoveryPlanner(Sources()).plan([RankInventory(rank=0, node="0")], World.single(), **asked)  # type: ignore[arg-type]
+        planned_version(RecoveryPlanner(Sources()))
 
 
 def test_ranks_of_a_node_take_turns_as_readers() -> None:
