@@ -32,7 +32,7 @@ from tests.distributed.same_training import (
     on_one_world,
     reference,
 )
-from tests.distributed.training import BRIEF, OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import BRIEF, OwnModule, RandomTokens, make_trainer, set_up
 from tests.parameters import slow
 
 # Slow experts on fast links: shadows pay, and every run plans alike.
@@ -227,10 +227,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         ({}, manual),
         ({}, InFourBits()),
     ):
-        trainer = make_trainer(rank, world_size, strategy, fast_dev_run=1)
-        trainer.strategy.connect(module)
-        trainer.strategy.setup_environment()
-        trainer.strategy.setup(trainer)
+        trainer = set_up(rank, world_size, strategy, module)
         with pytest.raises(ConfigurationError) as caught:
             LoadBalancer().on_train_start(trainer, module)
         messages.append(str(caught.value))

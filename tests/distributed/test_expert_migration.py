@@ -27,7 +27,7 @@ from moe_lightning.strategies.placed_experts import PlacedExperts, grow, migrate
 from tests.distributed.balanced_training import random_placement, train
 from tests.distributed.harness import RankFailure, connect, run_pooled, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
-from tests.distributed.training import BRIEF, OwnModule, make_trainer
+from tests.distributed.training import BRIEF, OwnModule, make_trainer, set_up
 from tests.parameters import slow
 
 SHAPES = {"weight": (3, 2), "moment": (3, 2), "bias": (4,), "counter": ()}
@@ -187,11 +187,7 @@ def test_a_checkpoint_after_a_migration_resumes_anywhere(tmp_path: Path) -> None
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    trainer = make_trainer(rank, world_size, {"slots": 4}, fast_dev_run=1)
-    module = OwnModule()
-    trainer.strategy.connect(module)
-    trainer.strategy.setup_environment()
-    trainer.strategy.setup(trainer)
+    trainer = set_up(rank, world_size, {"slots": 4}, OwnModule())
     messages = []
     rng = np.random.default_rng(0)
     crowded = random_placement(rng, world_size, 6)
@@ -216,11 +212,7 @@ def test_wrong_placements_are_refused_before_anything_moves() -> None:
 
 def move_to_neighbours(rank: int, world_size: int) -> tuple[int, int]:
     """States that move and bytes that this rank sends, when rank 1 takes over two experts of ranks 0 and 2."""
-    trainer = make_trainer(rank, world_size, {"slots": 6}, fast_dev_run=1)
-    strategy: Any = trainer.strategy
-    strategy.connect(OwnModule())
-    strategy.setup_environment()
-    strategy.setup(trainer)
+    strategy: Any = set_up(rank, world_size, {"slots": 6}, OwnModule()).strategy
     strategy.worlds.set_present(replace(strategy.world, nodes=(0, 0, 1, 1)))
     table = np.zeros((6, world_size), dtype=np.int64)
     table[:, [0, 2]] = 1
@@ -239,11 +231,8 @@ def test_a_source_on_the_own_node_is_taken_when_experts_move_in_training() -> No
 
 
 def too_few(rank: int, world_size: int) -> str:
-    trainer = make_trainer(rank, world_size, {"slots": 2}, fast_dev_run=1)
-    trainer.strategy.connect(OwnModule())
-    trainer.strategy.setup_environment()
     with pytest.raises(ConfigurationError) as caught:
-        trainer.strategy.setup(trainer)
+        set_up(rank, world_size, {"slots": 2}, OwnModule())
     return str(caught.value)
 
 

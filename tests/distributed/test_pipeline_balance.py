@@ -29,7 +29,7 @@ from tests.distributed.same_training import SKEWED, assert_same_training
 from tests.distributed.test_balancer_laws import EAGER, Watcher, failing_alone
 from tests.distributed.test_pipeline import MICROS, train
 from tests.distributed.test_uneven_ranks import TestClock
-from tests.distributed.training import make_trainer
+from tests.distributed.training import set_up
 from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
@@ -156,11 +156,8 @@ def test_a_user_moves_experts_of_all_stages(strategy: dict[str, Any]) -> None:
 def refusals(rank: int, world_size: int) -> list[str]:
     from tests.distributed.test_pipeline import Own
 
-    trainer = make_trainer(rank, world_size, {"slots": 4, "mesh": {"pp": 2}}, fast_dev_run=1)
+    trainer = set_up(rank, world_size, {"slots": 4, "mesh": {"pp": 2}}, Own())
     strategy: Any = trainer.strategy
-    strategy.connect(Own())
-    strategy.setup_environment()
-    strategy.setup(trainer)
     good = random_placement(np.random.default_rng(0), 2, 4)
     crowded = Placement(replicas=np.ones((NUM_EXPERTS, 2), dtype=np.int64))
     other = random_placement(np.random.default_rng(rank), 2, 4)

@@ -24,7 +24,7 @@ from moe_lightning.parallel.context import World
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
 from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
-from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, set_up
 from tests.parameters import slow
 
 
@@ -267,10 +267,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         ({"ep_size": 1}, OwnModule(), np.ones((6, world_size), dtype=np.int64)),
         ({}, OwnModule(), np.ones((6, world_size), dtype=np.int64)),
     ):
-        trainer = make_trainer(rank, world_size, strategy, fast_dev_run=1)
-        trainer.strategy.connect(module)
-        trainer.strategy.setup_environment()
-        trainer.strategy.setup(trainer)
+        trainer = set_up(rank, world_size, strategy, module)
         here = trainer.strategy.experts.placements[0] if placement is None else Placement(replicas=placement)  # type: ignore[attr-defined]
         plan = ShadowPlan(shadows=np.zeros(here.replicas.shape, dtype=np.bool_), homes=np.zeros(6, dtype=np.int64))
         plan.shadows[0, 1] = True

@@ -194,6 +194,15 @@ def make_trainer(rank: int, world_size: int, strategy: dict[str, Any] | None = N
     )
 
 
+def set_up(rank: int, world_size: int, strategy: dict[str, Any], module: pl.LightningModule) -> pl.Trainer:
+    """A Trainer whose strategy is set up for a module, as a fit begins."""
+    trainer = make_trainer(rank, world_size, strategy, fast_dev_run=1)
+    trainer.strategy.connect(module)
+    trainer.strategy.setup_environment()
+    trainer.strategy.setup(trainer)
+    return trainer
+
+
 def train(
     rank: int,
     world_size: int,
