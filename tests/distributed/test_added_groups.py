@@ -221,14 +221,21 @@ def test_states_that_are_made_later_are_saved_and_ranks_ask_only_where_some_may_
 
 
 class Switch(pl.Callback):
-    """Replaces the optimizer between two steps."""
+    """Replaces the optimizer between two steps, or at the end of a step, in which it is saved."""
 
-    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
-        self.kind = kind
+    def __init__(self, kind: type[torch.optim.Optimizer], at_end_of: int | None = None) -> None:
+        self.kind, self.at_end_of = kind, at_end_of
+
+    def switch(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.optimizers = [self.kind(pl_module.parameters(), lr=0.05)]  # type: ignore[call-arg]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
-            trainer.optimizers = [self.kind(pl_module.parameters(), lr=0.05)]  # type: ignore[call-arg]
+        if self.at_end_of is None and trainer.global_step == 2:
+            self.switch(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.at_end_of:
+            self.switch(trainer, pl_module)
 
 
 def switched(rank: int, world_size: int, dense: str, kind: type[torch.optim.Optimizer], averages: bool = False) -> Any:
@@ -267,42 +274,6 @@ def test_an_optimizer_with_averages_cannot_be_replaced() -> None:
 
 
 class Moments(pl.Callback):
-    """Notes the moments of one parameter after each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.seen.append(trainer.optimizers[0].state[pl_module.out.weight]["exp_avg"].numpy().copy())
-
-
-def switched_in_directories(rank: int, world_size: int, folder: str, lossless: bool) -> Any:
-    saver = PartialExpertsCheckpoint(folder, every_n_steps=2, k_snapshot=3, keep_last=9, lossless=lossless)
-    callbacks = [Switch(torch.optim.AdamW), moments := Moments(), saver]
-    fitted(make_trainer(rank, world_size, {}, max_steps=6, enable_checkpointing=True, callbacks=callbacks), Tuned())
-    return moments.seen
-
-
-@pytest.mark.parametrize("lossless", [False, True])
-def test_a_directory_holds_the_states_of_a_replaced_optimizer(lossless: bool, tmp_path: Path) -> None:
-    (moments,) = run_pooled(1, switched_in_directories, str(tmp_path), lossless)
-    saved = Checkpoint(tmp_path / "step-00000006").read("dense/out.weight/exp_avg").numpy()
-    steps = moments[4:] if lossless else moments[5:]  # a window of two steps begins with the state of the first
-    assert any(np.array_equal(saved, each) for each in steps)
-
-
-class SwitchAtEnd(pl.Callback):
-    """Replaces the optimizer in the step that is saved."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.optimizers = [torch.optim.AdamW(pl_module.parameters(), lr=0.05)]
-
-
-class MomentsOrNone(pl.Callback):
     """Notes the moments of one parameter after each step, None where the optimizer has none yet."""
 
     def __init__(self) -> None:
@@ -313,11 +284,22 @@ class MomentsOrNone(pl.Callback):
         self.seen.append(None if moments is None else moments.numpy().copy())
 
 
-def switched_at_end(rank: int, world_size: int, folder: str, step: int, options: Options) -> Any:
+def switched_in_directories(
+    rank: int, world_size: int, folder: str, options: Options, steps: int, at_end_of: int | None = None
+) -> Any:
     saver = PartialExpertsCheckpoint(folder, keep_last=9, **options)
-    callbacks = [SwitchAtEnd(step), moments := MomentsOrNone(), saver]
-    fitted(make_trainer(rank, world_size, {}, max_steps=7, enable_checkpointing=True, callbacks=callbacks), Tuned())
+    callbacks = [Switch(torch.optim.AdamW, at_end_of), moments := Moments(), saver]
+    fitted(make_trainer(rank, world_size, {}, max_steps=steps, enable_checkpointing=True, callbacks=callbacks), Tuned())
     return moments.seen
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_directory_holds_the_states_of_a_replaced_optimizer(lossless: bool, tmp_path: Path) -> None:
+    options = {"every_n_steps": 2, "k_snapshot": 3, "lossless": lossless}
+    (moments,) = run_pooled(1, switched_in_directories, str(tmp_path), options, 6)
+    saved = Checkpoint(tmp_path / "step-00000006").read("dense/out.weight/exp_avg").numpy()
+    steps = moments[4:] if lossless else moments[5:]  # a window of two steps begins with the state of the first
+    assert any(np.array_equal(saved, each) for each in steps)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +313,7 @@ def switched_at_end(rank: int, world_size: int, folder: str, step: int, options:
 def test_no_directory_holds_the_states_of_an_optimizer_that_was_replaced(
     options: Options, step: int, tmp_path: Path
 ) -> None:
-    (seen,) = run_pooled(1, switched_at_end, str(tmp_path), step, options)
+    (seen,) = run_pooled(1, switched_in_directories, str(tmp_path), options, 7, step)
     name, directories = "dense/out.weight/exp_avg", checkpoints(tmp_path)
     assert directories[0][1].step == 7
     for path, manifest in directories:
