@@ -86,8 +86,7 @@ def test_what_was_saved_after_memory_was_damaged_is_passed_over(root: Path, good
 def test_a_checkpoint_of_damaged_memory_that_is_named_is_told_of_and_mends_no_other(root: Path, tmp_path: Path) -> None:
     (tmp_path / "later").mkdir()
     with node(tmp_path / "later", root=root, session="2", keep_last=9) as later:
-        later.snapshot(4)
-        later.persist()
+        later.save(4)
     directory.mark_damaged(root, "1", 1)
     told: list[str] = []
     assert repaired(root / "step-00000003", report=told.append).step == 3

@@ -42,6 +42,7 @@ from moe_lightning.elastic.server import ServerThread, listen
 from moe_lightning.elastic.worker import Preempted, RunFinished
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_ranks
+from tests.forks import wait_until
 from tests.leftovers import listening
 from tests.programs import Program
 
@@ -112,21 +113,12 @@ def test_no_ranks_are_refused_by_their_option(capsys: pytest.CaptureFixture[str]
     assert "--ranks: 0 must be an integer of at least 1" in capsys.readouterr().err
 
 
-def soon(condition: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + 10
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def test_a_file_is_a_notice(tmp_path: Path) -> None:
     watch = PreemptionWatch(ElasticSettings(notice_file=str(tmp_path / "notice"), notice_poll_s=0.02))
     assert watch.notice is None
     (tmp_path / "new").write_text("maintenance at noon\nmore")
     (tmp_path / "new").rename(tmp_path / "notice")
-    assert soon(lambda: watch.notice)
+    wait_until(lambda: watch.notice)
     assert watch.notice == f"{tmp_path}/notice appeared: maintenance at noon"
     watch.close()
 
@@ -137,7 +129,7 @@ def test_sigterm_is_a_notice_only_where_enabled() -> None:
     assert signal.getsignal(signal.SIGTERM) is former
     watch = PreemptionWatch(ElasticSettings(notice_on_sigterm=True))
     os.kill(os.getpid(), signal.SIGTERM)
-    assert soon(lambda: watch.notice)
+    wait_until(lambda: watch.notice)
     assert watch.notice == "SIGTERM asks this process to leave"
     watch.close()
     assert signal.getsignal(signal.SIGTERM) is former
@@ -162,7 +154,7 @@ def test_an_address_is_a_notice_once_it_says_so() -> None:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/preempted"
         watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_poll_s=0.01))
-        assert soon(lambda: watch.notice)
+        wait_until(lambda: watch.notice)
         watch.close()
         server.shutdown()
     assert watch.notice == f"{url} answers: TRUE"
@@ -224,9 +216,9 @@ def test_a_server_that_talks_nonsense_does_not_end_the_watch(tmp_path: Path) -> 
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         url, file = f"http://127.0.0.1:{server.server_address[1]}/", tmp_path / "notice"
         watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_file=str(file), notice_poll_s=0.01))
-        assert soon(lambda: len(asked) > 2)
+        wait_until(lambda: len(asked) > 2)
         file.touch()
-        assert soon(lambda: watch.notice)
+        wait_until(lambda: watch.notice)
         watch.close()
         server.shutdown()
     assert watch.notice == f"{file} appeared"
@@ -235,7 +227,7 @@ def test_a_server_that_talks_nonsense_does_not_end_the_watch(tmp_path: Path) -> 
 def test_aws_gives_notices_for_a_token(caplog: pytest.LogCaptureFixture) -> None:
     with metadata(gives_tokens=True) as (url, seen):
         watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_poll_s=0.01))
-        assert soon(lambda: watch.notice)
+        wait_until(lambda: watch.notice)
         watch.close()
     assert watch.notice == f'{url} answers: {{"action": "terminate"}}'
     assert seen == [
@@ -248,7 +240,7 @@ def test_aws_gives_notices_for_a_token(caplog: pytest.LogCaptureFixture) -> None
 def test_a_refused_notice_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     with metadata(gives_tokens=False) as (url, seen):
         watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_poll_s=0.01))
-        assert soon(lambda: len(seen) > 6)
+        wait_until(lambda: len(seen) > 6)
         watch.close()
     assert watch.notice is None
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

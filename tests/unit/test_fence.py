@@ -207,8 +207,7 @@ def test_a_session_sorts_behind_older_ones_whose_clock_was_ahead(tmp_path: Path)
         propose(made.root, None, Agreement(session=f"{5 * 10**15:020d}"))
         assert later_session(made.root, 5) > f"{5 * 10**15:020d}"
         with node(tmp_path / "later", root=made.root, session=later_session(made.root, 5)) as later:
-            later.snapshot(2)
-            later.persist()
+            later.save(2)
         assert find_newest(made.root).checkpoint.step == 2  # type: ignore[union-attr]
 
 
@@ -221,8 +220,7 @@ def test_a_lock_of_an_older_world_holds_nobody_up(root: Path) -> None:
 
 def test_an_agent_stands_aside_and_ends(tmp_path: Path) -> None:
     with node(tmp_path, world=4) as old:
-        old.snapshot(1)
-        old.persist()
+        old.save(1)
         assert find_newest(old.root).checkpoint.manifest.world == 4  # type: ignore[union-attr]
         old.snapshot(2)
         enter_world(old.root, 5)

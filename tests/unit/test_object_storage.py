@@ -212,8 +212,7 @@ def test_what_cannot_be_put_on_a_condition_is_not_put_without(monkeypatch: pytes
 def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tmp_path: Path) -> None:
     storage = storage_of(root)
     with node(tmp_path, root=root, world=4) as old:
-        old.snapshot(1)
-        old.persist()
+        old.save(1)
         staging = make_staging(root, "9", 7, 4)
         old.snapshot(2)
         enter_world(root, 5)

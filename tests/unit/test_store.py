@@ -463,8 +463,7 @@ def test_a_manifest_that_could_not_be_read_once_counts_again_and_loses_no_files(
     with node(tmp_path, keep_last=9) as made:
         root = made.root
         for step, fresh in ((1, None), (2, [0]), (3, [1]), (4, None)):
-            made.snapshot(step, fresh=fresh)
-            made.persist()
+            made.save(step, fresh=fresh)
     monkeypatch.setattr(PosixStorage, "link", link)
     os.utime(root / "step-00000003" / MANIFEST)  # read anew
     monkeypatch.setattr(PosixStorage, "read", fail_once)
