@@ -14,14 +14,9 @@ from torch import Tensor, nn
 
 from moe_lightning import ConfigurationError
 from tests.distributed.harness import run_pooled, run_ranks
-from tests.distributed.test_users_modules import Base, Options, Seen, stock_trainer, tokens
+from tests.distributed.test_users_modules import Base, Options, Seen, tokens, trainer_of
 from tests.distributed.training import make_trainer
 from tests.parameters import slow
-
-
-def trainer_of(rank: int, world_size: int, strategy: Options | None, **options: Any) -> pl.Trainer:
-    """A Trainer under the strategy, or under stock Lightning where it is None."""
-    return stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
 
 
 def fitted(trainer: pl.Trainer, module: pl.LightningModule, **options: Any) -> pl.LightningModule:

@@ -334,7 +334,7 @@ def fit(rank: int, world_size: int, name: str, strategy: Options | None) -> dict
     """Under the strategy, or under stock Lightning where it is None."""
     case, seen = CASES[name], Seen()
     options = {"max_epochs": 2, "callbacks": [*(kind() for kind in case.callbacks), seen]} | case.options
-    trainer = stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
+    trainer = trainer_of(rank, world_size, strategy, **options)
     module = case.module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -354,6 +354,11 @@ def stock_trainer(**options: Any) -> pl.Trainer:
     quiet()
     pl.seed_everything(7, verbose=False)
     return quiet_trainer(**options)
+
+
+def trainer_of(rank: int, world_size: int, strategy: Options | None, **options: Any) -> pl.Trainer:
+    """A Trainer under the strategy, or under stock Lightning where it is None."""
+    return stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
 
 
 @cache
@@ -543,7 +548,7 @@ class Noisy(Base):
 def fit_loader(rank: int, world_size: int, kind: str, strategy: Options | None) -> Any:
     seen = Seen()
     options: Options = {"max_steps": 6, "callbacks": [seen]}
-    trainer = stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
+    trainer = trainer_of(rank, world_size, strategy, **options)
     if kind == "weighted":
         loader = DataLoader(RandomTokens(20), batch_size=6, sampler=WeightedRandomSampler(WEIGHTS, 20))
     else:
@@ -712,7 +717,7 @@ def test_a_step_that_fetches_its_batches_needs_one_rank() -> None:
 def fit_part(rank: int, world_size: int, strategy: Options | None, steps: int, paths: tuple[str | None, str]) -> Any:
     seen = Seen()
     options: Options = {"max_steps": steps, "callbacks": [seen]}
-    trainer = stock_trainer(**options) if strategy is None else make_trainer(rank, world_size, strategy, **options)
+    trainer = trainer_of(rank, world_size, strategy, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Base(), tokens(30, 6)(), ckpt_path=paths[0])
