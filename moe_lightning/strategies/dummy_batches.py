@@ -40,20 +40,25 @@ def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
 
     Restored are all attributes and buffers of the module and its parts: numbers, tensors, containers of them, and
     objects of classes that belong to no installed package; parameters and their gradients stay. Layers of this library
-    keep their counts over all ranks.
+    keep their counts over all ranks. Under manual optimization tensors with a graph stay, too: a hook may call
+    `manual_backward` for one.
 
     A value that is logged for the first time keeps its entry, with the value of no samples: an epoch's values are
     reduced by all ranks together. Values that are not reduced over ranks stay, since a rank has no others.
     """
     trainer = module.trainer
     known: dict[int, Undo] = {}
-    own = [_undo_of_module(part, known) for part in module.modules() if _package(part) not in LIBRARIES]
+    parts = [part for part in module.modules() if _package(part) not in LIBRARIES]
+    own = [_undo_of_module(part, known) for part in parts]
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     before = [_undo_of_metric(metric) for metric in [*metrics, *_reduced(trainer)]]
     seen = {id(metric) for metric in _reduced(trainer)}
     yield
+    graphs = [] if module.automatic_optimization else [(part, _with_graph(part)) for part in parts]
     for undo in (*own, *before):
         undo()
+    for part, tensors in graphs:
+        vars(part).update(tensors)
     for metric in _reduced(trainer):
         if id(metric) not in seen:
             values = {name: _copy(value) for name, value in private_lightning.initial_values(metric).items()}
@@ -109,6 +114,11 @@ def _is_users(value: object) -> bool:
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
     in_library = file is None or str(file).startswith(_INSTALLED)
     return type(value).__module__ == "__main__" or not (in_library or _package(value) in LIBRARIES)
+
+
+def _with_graph(module: nn.Module) -> dict[str, Tensor]:
+    tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.grad_fn is not None}
 
 
 def _undo_of_module(module: nn.Module, known: dict[int, Undo]) -> Undo:

@@ -202,12 +202,13 @@ class Steps:
         self.stream = SampleStream()
         self.sequences = SequenceParts()
         self.batch: StepSlice | None = None
+        self._ended_batch: StepSlice | None = None  # of manual optimization, whose hooks may call backward
         self.is_dummy_batch = False
         self._earlier: dict[nn.Parameter, Tensor] | None = None  # gradients from before; None until a step has some
 
     def leave_world(self) -> None:
         """Abort the running step."""
-        self.is_blocked, self.batch = False, None
+        self.is_blocked, self.batch, self._ended_batch = False, None, None
         self.sequences.leave_world()
 
     def forget_step(self) -> None:
@@ -237,6 +238,7 @@ class Steps:
         if self._worlds.present.size > 1:
             self.weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
         if not module.automatic_optimization:
+            self._ended_batch = self.batch
             self._end_batch()
 
     def evaluate(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
@@ -266,6 +268,7 @@ class Steps:
     def begin_batch(self, batch: StepSlice | None) -> None:
         """Set the samples of the running batch, and the position of keyed randomness."""
         self.batch = batch = batch and replace(batch, parts=self._worlds.present.shape.sharers)
+        self._ended_batch = None
         self.is_dummy_batch = batch is not None and batch.count == 0
         self.sequences.enter()
         self.stream.begin_micro_batch()
@@ -336,10 +339,10 @@ class Steps:
         micro-batches.
         """
         share: float | Tensor = 1.0 / self._worlds.present.size
-        if self.batch is not None and not self._state.module.automatic_optimization:
-            share = self.batch.step_share
-        elif self.batch is not None:
+        if self.batch is not None and self._state.module.automatic_optimization:
             share = self.weights.share(self.batch) * self._state.trainer.accumulate_grad_batches
+        elif (batch := self.batch or self._ended_batch) is not None:
+            share = batch.step_share
         if isinstance(share, Tensor):
             return loss * share.to(dtype=loss.dtype, device=loss.device)
         return loss * loss.new_full((), share)  # filled on the device: the host would wait for a copy
