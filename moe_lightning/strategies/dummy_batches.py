@@ -35,7 +35,7 @@ Undo = Callable[[], Any]
 
 
 @contextmanager
-def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
+def without_traces(module: pl.LightningModule) -> Generator[list[str], None, None]:
     """Restore the values of the module, its metrics, and its logs with `sync_dist=True` afterwards.
 
     Restored are all attributes and buffers of the module and its parts: numbers, tensors, containers of them, and
@@ -45,15 +45,23 @@ def without_traces(module: pl.LightningModule) -> Generator[None, None, None]:
 
     A value that is logged for the first time keeps its entry, with the value of no samples: an epoch's values are
     reduced by all ranks together. Values that are not reduced over ranks stay, since a rank has no others.
+
+    Yields:
+        The names of the numbers that were restored; empty before the end.
     """
     trainer = module.trainer
     known: dict[int, Undo] = {}
     parts = [part for part in module.modules() if _package(part) not in LIBRARIES]
     own = [_undo_of_module(part, known) for part in parts]
+    numbers = [(part, name, value) for part in parts for name, value in vars(part).items() if _is_number(name, value)]
+    changed: list[str] = []
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     before = [_undo_of_metric(metric) for metric in [*metrics, *_reduced(trainer)]]
     seen = {id(metric) for metric in _reduced(trainer)}
-    yield
+    yield changed
+    changed += [
+        f"{type(part).__name__}.{name}" for part, name, value in numbers if vars(part).get(name, value) != value
+    ]
     graphs = [] if module.automatic_optimization else [(part, _with_graph(part)) for part in parts]
     for undo in (*own, *before):
         undo()
@@ -114,6 +122,10 @@ def _is_users(value: object) -> bool:
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
     in_library = file is None or str(file).startswith(_INSTALLED)
     return type(value).__module__ == "__main__" or not (in_library or _package(value) in LIBRARIES)
+
+
+def _is_number(name: str, value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and name not in _NOT_THE_USERS
 
 
 def _with_graph(module: nn.Module) -> dict[str, Tensor]:

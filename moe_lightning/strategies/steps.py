@@ -7,6 +7,7 @@ computes a dummy batch. Under mesh.cp the sequences of every batch are cut over 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +29,8 @@ from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
 from moe_lightning.strategies.step_data import begin_batch, joined_slice, running_slice
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
+
+logger = logging.getLogger(__name__)
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""
@@ -204,6 +207,7 @@ class Steps:
         self.batch: StepSlice | None = None
         self._ended_batch: StepSlice | None = None  # of manual optimization, whose hooks may call backward
         self.is_dummy_batch = False
+        self._has_warned = False  # of a counter
         self._earlier: dict[nn.Parameter, Tensor] | None = None  # gradients from before; None until a step has some
 
     def leave_world(self) -> None:
@@ -231,15 +235,27 @@ class Steps:
         self._state.parts.broadcast_buffers(self._worlds.present.stage)
         self.sequences.require_targets(arguments)
         self.begin_micro_batch(joined_slice(trainer.train_dataloader), is_training=True)
-        traces = without_traces(module) if self.stream.is_dummy_batch else nullcontext()
-        with self._screened(), traces, self.sequences.watched(training=True):
+        traces: AbstractContextManager[list[str]] = nullcontext([])
+        if self.stream.is_dummy_batch:
+            traces = without_traces(module)
+        with self._screened(), traces as restored, self.sequences.watched(training=True):
             yield
+        if restored:
+            self._warn_of_counters(restored[0])
         begin_batch(trainer.train_dataloader)  # one that the step itself has fetched
         if self._worlds.present.size > 1:
             self.weights.warn_of_ignored_targets(arguments, parts=self.sequences.parts)
         if not module.automatic_optimization:
             self._ended_batch = self.batch
             self._end_batch()
+
+    def _warn_of_counters(self, name: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"{name} stays as it was on a rank without a sample of the last batch, since it may count samples: "
+                "if it counts steps, use self.trainer.global_step or batch_idx, or drop_last=True"
+            )
 
     def evaluate(self, step: Callable[..., Any], loaders: object, *args: Any, **kwargs: Any) -> Any:
         """Run a batch of validation or test."""

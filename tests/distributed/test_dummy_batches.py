@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from itertools import chain
@@ -16,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from moe_lightning.errors import ConfigurationError
 from tests.distributed.harness import run_pooled, run_ranks
-from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer
 
 
 class Meter:
@@ -95,6 +96,40 @@ def counts_of(rank: int, world_size: int) -> dict[str, Any]:
         "lazily": getattr(module, "lazily", 0),
         "callback": seen.count,
     }
+
+
+class StepCounting(OwnModule):
+    """Counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def warned(rank: int, world_size: int) -> list[str]:
+    """In an epoch of batches with 8, 8 and 2 samples, and one more of these."""
+    handler = Warned()
+    logging.getLogger("moe_lightning").addHandler(handler)
+    try:
+        trainer = make_trainer(rank, world_size, max_epochs=2, max_steps=-1)
+        trainer.fit(StepCounting(), DataLoader(RandomTokens(18), batch_size=8))
+    finally:
+        logging.getLogger("moe_lightning").removeHandler(handler)
+    return [line for line in handler.lines if "StepCounting" in line]
+
+
+def test_a_counter_of_steps_that_stays_behind_is_a_warning() -> None:
+    first, second, third, fourth = run_pooled(4, warned)
+    assert first == second == []
+    for lines in (third, fourth):
+        assert lines == [
+            "StepCounting.num_steps stays as it was on a rank without a sample of the last batch, since it may count "
+            "samples: if it counts steps, use self.trainer.global_step or batch_idx, or drop_last=True"
+        ]
 
 
 class Texts(OwnModule):
