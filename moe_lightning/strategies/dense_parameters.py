@@ -551,12 +551,18 @@ class DenseShards:
 
     @contextmanager
     def own_groups(self) -> Generator[Callable[[], None], None, None]:
-        """From the call of what it yields to its end, the groups have what this rank updates."""
+        """Inside, the groups have what this rank updates from the call of what it yields on; until then they have all
+        parameters, for hooks that change gradients.
+        """
+        if self.shares_optimizers and not self._has_whole_groups:
+            self._state.fill_groups()
         try:
             yield self._reduce_groups
         finally:
             if self._has_whole_groups:
                 self._state.fill_groups()
+            else:
+                self._reduce_groups()
 
     # ------------------------------------------------------------------ updates of a peer
 

@@ -176,6 +176,19 @@ class ClearsEverySecond(UpdatesEverySecond):
             optimizer.zero_grad()
 
 
+class ClippedByGroup(Base):
+    """Clips each group by its own norm."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], group["most"])
+
+    def configure_optimizers(self) -> Any:
+        parts = ((self.embed, 0.01), (self.moe, 0.02), (self.out, 0.03))
+        groups = [{"params": [*part.parameters()], "most": most} for part, most in parts]
+        return torch.optim.SGD(groups, lr=0.5)
+
+
 class StepsInHook(Base):
     """Calls backward and steps once the batch has ended."""
 
@@ -341,6 +354,7 @@ CASES = {
         module=OtherPlayersGradients, train=tokens(13, 6), strategy={"find_unused_parameters": True}
     ),
     "layers in turn": Case(module=LayersInTurn, train=tokens(24, 6), strategy={"find_unused_parameters": True}),
+    "clipped by group": Case(module=ClippedByGroup, train=tokens(24, 6)),
     "steps in a hook": Case(module=StepsInHook, train=tokens(13, 6)),
     "sparse gradients": Case(module=SparseTable, train=tokens(13, 6)),
     "accumulating players": Case(
@@ -443,6 +457,11 @@ def test_optimizers_clear_and_freeze_what_other_ranks_update(name: str) -> None:
     strategy = {"dense": "zero1", "find_unused_parameters": True}
     for result in run_pooled(2, fit, name, strategy):
         assert_alike(result, stock(name), 1e-5)
+
+
+def test_hooks_see_the_whole_groups_of_an_optimizer() -> None:
+    for result in run_pooled(2, fit, "clipped by group", {"dense": "zero1"}):
+        assert_alike(result, stock("clipped by group"), 1e-5)
 
 
 @pytest.mark.parametrize(
