@@ -269,9 +269,7 @@ class Telemetry(Callback):
         if loss is None or not is_language or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {"val/perplexity": perplexity(float(loss))}, trainer.global_step - 1
-            )  # as Lightning counts
+            logger.log_metrics({"val/perplexity": perplexity(float(loss))}, private_lightning.logged_step(trainer))
 
     @override
     def on_before_optimizer_step(
@@ -333,7 +331,7 @@ class Telemetry(Callback):
                 self._placements.write(trainer.global_step, placements)
             for logger in trainer.loggers:
                 if isinstance(logger, WandbLogger):
-                    log_histograms(logger, loads, trainer.global_step - 1)  # as Lightning counts
+                    log_histograms(logger, loads, private_lightning.logged_step(trainer))
 
     @override
     def state_dict(self) -> dict[str, int]:

@@ -295,6 +295,14 @@ def logs_now(trainer: pl.Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """Return the number that loggers get with the values of the last step and of a validation after it. It is that of
+    the update less one, except in a validation before all micro-batches of a step, under manual optimization, and after
+    some resumes. No public property says it.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 # ---------------------------------------------------------------------- the fit loop
 
 

@@ -212,6 +212,17 @@ def test_perplexity_tokens_and_the_size_of_the_model(tmp_path: Path) -> None:
     assert recorded.parameters["parameters/whole"] == sizes.whole > recorded.parameters["parameters/active"]
 
 
+def test_perplexity_is_in_the_row_of_its_loss() -> None:
+    """Every second validation lies between the two batches of a step."""
+    recorded = Recorded()
+    options = {"logger": recorded, "num_sanity_val_steps": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    _fit([Telemetry()], accumulate_grad_batches=2, **options)
+    rows = [row for row in recorded.metrics.values() if "val/loss" in row]
+    assert len(rows) == 4
+    for row in rows:
+        assert row["val/perplexity"] == pytest.approx(math.exp(row["val/loss"]), rel=1e-5)
+
+
 def test_tokens_are_counted_on_over_a_resume(tmp_path: Path) -> None:
     """As if the run had never stopped."""
     trainer = _fit([Telemetry()], steps=3)

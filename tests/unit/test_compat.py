@@ -131,7 +131,9 @@ ATTRIBUTES = {
     "torch.amp.grad_scaler.GradScaler": {"_per_optimizer_states", "_scale"},
     "torch.utils.data.DataLoader": {"_iterator"},
     "lightning.pytorch.loops.loop._Loop": {"_restarting"},
-    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {"_results", "_skip_next_val"},
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {
+        "_batches_that_stepped", "_results", "_skip_next_val",
+    },
     "lightning.pytorch.plugins.io.AsyncCheckpointIO": {"_checkpoint_io", "_error", "_executor"},
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {"use_distributed_sampler"},
