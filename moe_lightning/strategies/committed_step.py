@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from moe_lightning.checkpoint.files import PlainValues
 from moe_lightning.checkpoint.recovery_plan import RecoveryPlan
@@ -27,7 +28,7 @@ from moe_lightning.strategies.train_state import TrainState
 
 _LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"
 _SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
-_PRECISION = "precision"
+_RATES, _PRECISION = "rates", "precision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class FitProgress:
         loaders: positions of the training loaders.
         lr_schedulers: their state_dicts.
         lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
+        rates: learning rates of each optimizer's groups, before the end of an epoch.
         precision: state of the precision plugin: the scale of the loss under float16.
         validation_is_due: a validation follows this step, and has not ended yet.
         epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
@@ -50,6 +52,7 @@ class FitProgress:
     loaders: list[dict[str, Any]]
     lr_schedulers: list[dict[str, Any]]
     lr_schedulers_next_epoch: list[dict[str, Any]] | None = None
+    rates: list[list[float | Tensor]] = field(default_factory=list)
     precision: dict[str, Any] = field(default_factory=dict)
     validation_is_due: bool = False
     epoch_is_over: bool = False
@@ -65,6 +68,9 @@ class FitProgress:
             loops=copy.deepcopy(loop.state_dict()),
             loaders=loader_states(trainer.train_dataloader),
             lr_schedulers=_schedulers(trainer),
+            rates=[
+                [copy.deepcopy(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers
+            ],
             precision=trainer.precision_plugin.state_dict(),
         )
 
@@ -80,6 +86,7 @@ class FitProgress:
             _LOADERS: self.loaders,
             _SCHEDULERS: self.lr_schedulers,
             _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
+            _RATES: self.rates,
             _PRECISION: self.precision,
             _CALLBACKS: private_lightning.callback_states(trainer),
             private_lightning.MONITORED: private_lightning.monitored(trainer),
@@ -101,6 +108,7 @@ class FitProgress:
             loaders=dump[_LOADERS],
             lr_schedulers=dump[_SCHEDULERS],
             lr_schedulers_next_epoch=dump[_NEXT_SCHEDULERS],
+            rates=dump[_RATES],
             precision=dump[_PRECISION],
         )
 
@@ -142,6 +150,8 @@ class FitProgress:
         ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
+        if self.epoch_is_over:  # its end, at which plateaus lower rates, may have come on this rank, and is repeated
+            self._restore_rates(trainer)
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)
         loaders = list(private_torch.tree_leaves(trainer.train_dataloader))
@@ -153,6 +163,14 @@ class FitProgress:
         for loader, state in zip(loaders, self.loaders, strict=True):
             loader.load_state_dict(dict(state))
         private_lightning.restart_loaders(trainer)
+
+    def _restore_rates(self, trainer: pl.Trainer) -> None:
+        for optimizer, rates in zip(trainer.optimizers, self.rates, strict=False):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
 
 def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
