@@ -35,7 +35,7 @@ from moe_lightning.checkpoint.files import SUFFIX, weights_alone
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
-from moe_lightning.data.loader import follow_schedule, outline_of
+from moe_lightning.data.loader import factors_of, follow_schedule, outline_of
 from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan
@@ -521,6 +521,12 @@ class ExpertParallelStrategy(DDPStrategy):
             private_lightning.compare_reduced(trainer, self._require_same_names)
         if self.options.has_comm_hook:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
+        num_micros = max(factors_of(trainer))
+        if self.options.ddp.get("static_graph") and num_micros > 1 and self.world.size > 1:
+            raise ConfigurationError(
+                f"static_graph=True fails in torch where gradients of {num_micros} batches are accumulated: drop it, "
+                "or use accumulate_grad_batches=1"
+            )
         if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):
             super().setup(trainer)
         else:  # DDP's own would look for a process group, and for one module on all ranks

@@ -65,6 +65,10 @@ def file(name: str, content: bytes) -> str:
 
 Case = dict[str, Any]
 CASES: dict[str, Callable[[], Case]] = {
+    "static_graph=True fails in torch where gradients of 2 batches are accumulated": lambda: {
+        "strategy": {"static_graph": True},
+        "trainer": {"accumulate_grad_batches": 2},
+    },
     "ep_size=3 does not divide the 2 ranks: use one of [1, 2]": lambda: {"strategy": {"ep_size": 3}},
     "need between 1 and 2 (the number of ranks): lower replicas, or start more ranks": lambda: {
         "strategy": {"replicas": 3}
