@@ -6,7 +6,7 @@ A family is one entry of `FAMILIES`; everything else reads it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_lightning.errors import ConfigurationError
@@ -136,34 +136,29 @@ def _deepseek_v2(config: Any) -> dict[str, Any]:
     return {"normalize_top_k": False, "scale": config.routed_scaling_factor, **limited}
 
 
-_CORRECTION = "gate.e_score_correction_bias"
+_MIXTRAL = Family(
+    title="Mixtral",
+    router=_softmax_of_chosen,
+    layout=SeparateExperts(gate="w1", up="w3", down="w2"),
+    num_experts="num_local_experts",
+    d_expert="intermediate_size",
+    on_disk=((".mlp.", ".block_sparse_moe."),),
+)
+_DEEPSEEK_V3 = Family(
+    title="DeepSeek-V3",
+    router=_sigmoid_in_groups,
+    layout=SeparateExperts(),
+    num_experts="n_routed_experts",
+    selection_bias="gate.e_score_correction_bias",
+)
 
 FAMILIES: dict[str, Family] = {
-    "mixtral": Family(
-        title="Mixtral",
-        router=_softmax_of_chosen,
-        layout=SeparateExperts(gate="w1", up="w3", down="w2"),
-        num_experts="num_local_experts",
-        d_expert="intermediate_size",
-        on_disk=((".mlp.", ".block_sparse_moe."),),
-    ),
+    "mixtral": _MIXTRAL,
     "olmoe": Family(title="OLMoE", router=_softmax, layout=SeparateExperts(), d_expert="intermediate_size"),
     "qwen2_moe": Family(title="Qwen2-MoE", router=_softmax, layout=SeparateExperts(peft_stacks=False)),
     "qwen3_moe": Family(title="Qwen3-MoE", router=_softmax, layout=SeparateExperts()),
-    "deepseek_v3": Family(
-        title="DeepSeek-V3",
-        router=_sigmoid_in_groups,
-        layout=SeparateExperts(),
-        num_experts="n_routed_experts",
-        selection_bias=_CORRECTION,
-    ),
-    "glm4_moe": Family(
-        title="GLM-4-MoE",
-        router=_sigmoid_in_groups,
-        layout=SeparateExperts(),
-        num_experts="n_routed_experts",
-        selection_bias=_CORRECTION,
-    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe": replace(_DEEPSEEK_V3, title="GLM-4-MoE"),
     "deepseek_v2": Family(
         title="DeepSeek-V2",
         router=_deepseek_v2,
@@ -213,14 +208,7 @@ FAMILIES: dict[str, Family] = {
         block="feed_forward",
         gate="router",
     ),
-    "minimax": Family(
-        title="MiniMax",
-        router=_softmax_of_chosen,
-        layout=SeparateExperts(gate="w1", up="w3", down="w2"),
-        num_experts="num_local_experts",
-        d_expert="intermediate_size",
-        on_disk=((".mlp.", ".block_sparse_moe."),),
-    ),
+    "minimax": replace(_MIXTRAL, title="MiniMax"),
     "qwen3_5_moe_text": Family(
         title="Qwen3.5-MoE", router=_softmax_of_chosen, layout=SeparateExperts(peft_stacks=False)
     ),
