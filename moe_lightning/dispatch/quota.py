@@ -22,6 +22,7 @@ Source of shadow plans (experts whose weights are copied to other ranks for one 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -138,13 +139,7 @@ class Pace:
         speeds = self.speeds if ranks is None else self.speeds[list(ranks)]
         total = int(speeds.sum())
         low, high = -(-load * self.fastest // total), -(-(load + len(speeds)) * self.fastest // total)
-        while low < high:
-            middle = (low + high) // 2
-            if int((middle * speeds // self.fastest).sum()) < load:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(range(high), load, low, key=lambda time: int((time * speeds // self.fastest).sum()))
 
 
 def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
