@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -207,6 +207,14 @@ def _iteration(
     }
 
 
+def _least_gpus_that_hide(found: Mapping[int, Mapping[str, float]]) -> dict[str, int]:
+    """GPUs from which on the passes are as long as a snapshot; twice the most where none are."""
+    return {
+        which: next((gpus for gpus, times in found.items() if times[which] <= times["F&B"]), 2 * _GPUS[-1])
+        for which in ("snapshot", "MoC snapshot")
+    }
+
+
 def scaling(_: Sources) -> PaperTable:
     """Fig. 13: an iteration with a checkpoint from 16 to 1024 GPUs, by GPU, sequence length and model size."""
     rows = []
@@ -215,10 +223,7 @@ def scaling(_: Sources) -> PaperTable:
         found = {gpus: _iteration(gpu, gpus) for gpus in _GPUS}
         for name in _ROWS:
             lines[f"{gpu} {name}"] = [(gpus, times[name]) for gpus, times in found.items()]
-        hidden = {
-            which: next((gpus for gpus, times in found.items() if times[which] <= times["F&B"]), 2 * _GPUS[-1])
-            for which in ("snapshot", "MoC snapshot")
-        }
+        hidden = _least_gpus_that_hide(found)
         printed = {"a800": (1024, 64), "h100": (None, None)}[gpu]
         why = "batch and network are not printed; at 25 GB/s a GPU the passes hardly grow with the GPUs"
         rows += [
@@ -258,10 +263,7 @@ _TENSOR = MeshSpec(tp=4)
 def tensor_parallel(_: Sources) -> PaperTable:
     """Fig. 13b: the same as Fig. 13a with four ranks to a layer."""
     plain, found = ({gpus: _iteration("a800", gpus, mesh=mesh) for gpus in _GPUS} for mesh in (None, _TENSOR))
-    hidden = {
-        which: next((gpus for gpus, times in found.items() if times[which] <= times["F&B"]), 2 * _GPUS[-1])
-        for which in ("snapshot", "MoC snapshot")
-    }
+    hidden = _least_gpus_that_hide(found)
     why = "batch and network are not printed; experts lie whole on GPUs, so that the passes hardly grow with the GPUs"
     rows = [
         Row(what="least GPUs that hide base-async with TP 4", printed=1024, ours=hidden["snapshot"], why=why),
