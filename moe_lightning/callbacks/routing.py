@@ -5,8 +5,6 @@ The recorder writes the format that forced routing, the simulator and the benchm
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from typing_extensions import override
 
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import replacing
 from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.randomness import SampleStream
@@ -152,15 +151,9 @@ class RoutingRecorder(Callback):
         counts = np.stack(self._samples)
         dtype = np.uint16 if counts.max() < 1 << 16 else np.uint32
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                iterations = np.array(self._iterations, dtype=np.int32)
-                np.savez_compressed(file, counts=counts.astype(dtype), iteration=iterations)
-            Path(temporary).replace(self._path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        iterations = np.array(self._iterations, dtype=np.int32)
+        with replacing(self._path) as staged, open(staged, "wb") as file:
+            np.savez_compressed(file, counts=counts.astype(dtype), iteration=iterations)
 
 
 def _counts(layers: Sequence[MoELayer], stages: StageMap) -> NDArray[np.int64]:

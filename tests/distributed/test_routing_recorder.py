@@ -39,6 +39,8 @@ def test_a_recording_holds_every_assignment_and_replays(tmp_path: Path) -> None:
     replay = Popularity(ForcedRouting(kind="trace", path=str(tmp_path / "a.npz")), 6, 1)
     capped = np.minimum(truth.at(6), 0.5)  # of two choices a token gives one at most to the hottest expert
     np.testing.assert_allclose(replay.at(6), capped / capped.sum(), atol=0.06)
+    (other := tmp_path / "other").touch()
+    assert (tmp_path / "a.npz").stat().st_mode == other.stat().st_mode, "others of the project may read no trace"
 
 
 def test_micro_batches_are_summed(tmp_path: Path) -> None:
