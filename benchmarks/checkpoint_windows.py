@@ -77,8 +77,8 @@ def window_table(medians: Mapping[str, float], place: Place) -> str:
         "snapshot": "full snapshot",
         "window_longest": "longest step of a window",
         "window_mean": "mean of its steps",
+        "window_whole": "all its steps",
     }
-    names["window_whole"] = "all its steps"
     rows = []
     for (name, label), size in zip(names.items(), sizes, strict=True):
         stall_s = medians[name]

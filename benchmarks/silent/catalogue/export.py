@@ -52,16 +52,22 @@ class Exported(pl.Callback):
         trainer.strategy.barrier()
 
 
+def _quiet_transformers() -> Any:
+    """The library, which asks no hub and prints nothing."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers: Any = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
 def _round_trip(kind: tuple[str, Mapping[str, Any]], **options: Any) -> Callable[[int], Any]:
     """Logits of what two ranks export, and those of the model that they loaded."""
 
     def function(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        transformers: Any = importlib.import_module("transformers")
+        transformers = _quiet_transformers()
         from moe_lightning import HuggingFaceModule
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
         name, sizes = kind
         if rank == 0:
             torch.manual_seed(3)
@@ -88,12 +94,9 @@ def _round_trip(kind: tuple[str, Mapping[str, Any]], **options: Any) -> Callable
 
 def _merged(rank: int) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Logits of adapters on experts in four bits, merged for transformers, and those of the training."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    transformers: Any = importlib.import_module("transformers")
+    transformers = _quiet_transformers()
     from moe_lightning import HuggingFaceModule
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     ids = torch.stack([Tokens()[index][0] for index in range(4)])
     logits: dict[str, Tensor] = {}
 
