@@ -109,8 +109,7 @@ def _checked(options: Options) -> Options:
     if options.ranks < 2 or options.batch % options.ranks:
         raise ConfigurationError(
             f"--ranks {options.ranks} must be at least 2 and divide --batch {options.batch}: plain DDP does not "
-            "support uneven "
-            "batches"
+            "support uneven batches"
         )
     if options.ranks < 2 * options.pp or options.ranks % options.pp:
         raise ConfigurationError(

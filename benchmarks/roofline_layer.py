@@ -59,11 +59,7 @@ DESIGNS = {
     "separate": Design(),
     "rows": Design(fuses_activation=True, is_persistent=True, fuses_router=True, launches=(13, 8)),
     "fused": Design(
-        gathers_in_load=True,
-        fuses_activation=True,
-        is_persistent=True,
-        fuses_router=True,
-        launches=(7, 5),
+        gathers_in_load=True, fuses_activation=True, is_persistent=True, fuses_router=True, launches=(7, 5)
     ),
 }
 """Kernels of their own for every operation; those of several ranks, whose rows arrive by an exchange (which is left

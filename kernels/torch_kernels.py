@@ -93,9 +93,7 @@ class BufferPool:
                 self._reused += 1
                 return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
             self._fresh += 1
-        step = max(
-            _ALIGNMENT, 1 << (num_bytes.bit_length() - 4)
-        )  # sizes in steps of an eighth: uneven batches share blocks
+        step = max(_ALIGNMENT, 1 << (num_bytes.bit_length() - 4))  # of an eighth: uneven batches share blocks
         size = -(-num_bytes // step) * step
         raw = np.empty(size + _ALIGNMENT, dtype=np.uint8)
         offset = -raw.ctypes.data % _ALIGNMENT

@@ -478,10 +478,7 @@ def _run_hydra(arguments: Sequence[str]) -> list[Path]:
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     info = parser._option_string_actions["--info"]
-    info.nargs, info.choices = (
-        None,
-        ["searchpath", "defaults", "plugins", "dial"],
-    )  # all and config print more of Hydra's
+    info.nargs, info.choices = None, ["searchpath", "defaults", "plugins", "dial"]  # the others print Hydra's, too
     arguments = _as_settings(arguments)
     options, rest = parser.parse_known_intermixed_args(list(arguments))
     if rest:

@@ -337,9 +337,8 @@ class StepLoader:
                 epoch, where the global batch is constant.
         """
         place = trainer.distributed_sampler_kwargs or {"rank": trainer.global_rank, "num_replicas": trainer.world_size}
-        self.bind(
-            rank=place["rank"], world_size=place["num_replicas"], num_micros=accumulation_of(trainer)
-        )  # along some axes of a mesh ranks share their samples
+        # Along some axes of a mesh ranks share their samples.
+        self.bind(rank=place["rank"], world_size=place["num_replicas"], num_micros=accumulation_of(trainer))
         if self.step_sampler.evaluation:
             return
         factors = sorted(factors_of(trainer))

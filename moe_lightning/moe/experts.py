@@ -65,8 +65,7 @@ def quantised_sizes(matrix: torch.Size) -> tuple[int, int]:
     if matrix.numel() % BLOCK:
         raise ConfigurationError(
             f"an expert's matrix of {' x '.join(map(str, matrix))} numbers is not a multiple of {BLOCK}, which "
-            "kind=qlora "
-            "needs: use kind=lora"
+            "kind=qlora needs: use kind=lora"
         )
     return matrix.numel() // 2, matrix.numel() // BLOCK
 

@@ -68,8 +68,7 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: Re
     """E * sum_e f_e * P_e with f the fraction of assignments and P the mean score (Switch Transformer, eq. 4).
 
     With global counts in `tokens_per_expert_E` the mean of this value over ranks is the loss of the global batch,
-    because f is a constant
-    to the gradient and P is a mean.
+    because f is a constant to the gradient and P is a mean.
 
     Args:
         scores_TE: differentiable scores of this rank's tokens; normalised to sum to one per token here (sigmoid

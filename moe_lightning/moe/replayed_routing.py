@@ -88,8 +88,7 @@ def read_samples(folder: Path, wanted: TokenRange, count: int) -> Tensor:
     if len({sample.shape for sample in found}) > 1 or any(len(sample) % wanted.parts for sample in found):
         raise ConfigurationError(
             f"{folder} holds samples of different lengths in step {wanted.step}, or such as {wanted.parts} ranks "
-            "cannot "
-            "share: pad them as the batches are padded"
+            "cannot share: pad them as the batches are padded"
         )
     return torch.stack([sample.chunk(wanted.parts)[wanted.part] for sample in found])
 

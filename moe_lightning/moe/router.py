@@ -84,8 +84,7 @@ class RouterConfig:
             strategy updates it after each step of an optimizer that trains a parameter of the layer, and not after a
             step that `stop_on_nan` skips.
         capacity_factor: None is dropless; else an expert takes at most ceil(factor * T * K / E) assignments from a
-            rank, which gives
-            L1 and L2 up.
+            rank, which gives L1 and L2 up.
         drop_policy: "probability" keeps the assignments with the largest weights, "position" the first ones.
         forced: follow a given popularity of experts instead of the scores.
     """

@@ -380,8 +380,7 @@ class SequenceParts:
         if is_looked_at and self._sharers.differ(_digest(leaves)):
             raise ConfigurationError(
                 f"the {self.parts} ranks that share samples under mesh.cp={self.parts} have loaded different "
-                "batches: let "
-                "a sample follow from its index alone, not from a random generator of the process"
+                "batches: let a sample follow from its index alone, not from a random generator of the process"
             )
         sequences = [leaf for leaf in leaves if leaf.ndim > 1]
         lengths = {leaf.shape[1] for leaf in sequences}

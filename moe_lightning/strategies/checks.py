@@ -354,8 +354,7 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter)
 def _mixes(name: str, cure: str) -> ConfigurationError:
     return ConfigurationError(
         f"{name} updates an expert differently beside other experts, so replicas would diverge and the loss would "
-        "depend on "
-        f"the number of ranks: {cure} for the parameters of experts"
+        f"depend on the number of ranks: {cure} for the parameters of experts"
     )
 
 
