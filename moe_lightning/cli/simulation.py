@@ -22,7 +22,7 @@ from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
 from moe_lightning.simulate.hardware import Hardware, load_hardware, preset
 from moe_lightning.simulate.mesh import MeshSpec
-from moe_lightning.simulate.mesh_search import mesh_report
+from moe_lightning.simulate.mesh_search import mesh_table
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.recommend import Advice, recommend
 from moe_lightning.simulate.scenario import Report, Scenario
@@ -382,12 +382,12 @@ def _simulate(config: Mapping[str, Any]) -> int:
         raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
     scenarios = {name: scenario_of(config, name) for name in dict.fromkeys(names)}
     reports = {name: simulate(scenario) for name, scenario in scenarios.items()}
-    first, mesh = reports[names[0]], mesh_report(scenarios[names[0]])
+    first, mesh = reports[names[0]], mesh_table(scenarios[names[0]])
     print(f"{names[0]} on {config['nodes']} nodes for {config['hours']} h, {len(first.recoveries)} recoveries")
     print(overview(scenarios[names[0]], first, config["failures"]))
     print(first.table())
     if mesh is not None:
-        print(mesh.table())
+        print(mesh)
     if config["world_sizes"]:
         print(world_changes(scenarios[names[0]], config["world_sizes"]))
     if len(reports) > 1:

@@ -16,7 +16,7 @@ from itertools import product
 from math import log
 from typing import Any
 
-from moe_lightning.checkpoint.schedule import SnapshotWindows, schedule_snapshot
+from moe_lightning.checkpoint.schedule import schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
@@ -207,109 +207,70 @@ def _named(mesh: MeshSpec) -> str:
     return f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeshReport:
-    """Mesh of a scenario's first world in figures.
+def mesh_table(scenario: Scenario) -> str | None:
+    """Return the mesh of a scenario's first world in figures, as lines of text; None where there is only data and
+    expert parallelism.
 
-    Attributes:
-        mesh, dp, micro_batches: the axes and the schedule.
-        stage_ranks, slots: ranks over which the experts of a layer lie, and how many of them each has room for.
-        step: its parts.
-        bubble_share: of the passes, in which a rank waits.
-        memory, room: bytes of a rank, and those that it has.
-        snapshot: where one of its snapshots is copied (REFT 4.1).
-        dp_after, waiting: data slices that the survivors of one node form, and how many of them wait.
-        is_live: whether the survivors of any one node have all of the dense state.
+    They say how the experts of a layer lie over the ranks of a stage, the parts of a step, the memory of a rank, where
+    one of its snapshots is copied (REFT 4.1), and what the survivors of one node have.
     """
-
-    mesh: MeshSpec
-    dp: int
-    micro_batches: int
-    stage_ranks: int
-    slots: int
-    step: StepCost
-    bubble_share: float
-    memory: RankMemory
-    room: float
-    snapshot: SnapshotWindows
-    dp_after: int
-    waiting: int
-    is_live: bool
-
-    def table(self) -> str:
-        """The figures as lines of text."""
-        mesh, step, memory, copied = self.mesh, self.step, self.memory, self.snapshot
-        axes = f"pp={mesh.pp} dp={self.dp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
-        schedule = f"{self.micro_batches} micro-batches" + f", {mesh.chunks} chunks a stage" * (mesh.chunks > 1)
-        passes = {
-            "dense": step.dense_s,
-            "experts": step.experts_s,
-            "exchanges": step.exchange_s,
-            "shadows": step.copies_s,
-            "tensor": step.axes_s.tensor_s,
-            "context": step.axes_s.context_s,
-            "stages": step.axes_s.hops_s,
-            "gathers": step.axes_s.gathers_s,
-            "bubbles": step.bubble_s,
-            "sums": step.gradients_s,
-            "update": step.update_s,
-        }
-        bytes_of = ("parameters", "gradients", "optimizer", "activations", "gathered")
-        total = copied.total_bytes or 1
-        state = "has all of the dense state" if self.is_live else "lacks dense state: snapshots or storage"
-        rows = [
-            ("mesh", f"{axes}, {schedule}" + ", recomputing" * mesh.recompute),
-            ("experts", f"over the {self.stage_ranks} ranks of a stage, {self.slots} slots each"),
-            ("step of", ", ".join(f"{name} {seconds:.3g} s" for name, seconds in passes.items() if seconds)),
-            ("bubbles", f"{100 * self.bubble_share:.1f} % of a rank's passes"),
-            (
-                "rank",
-                f"{format_bytes(memory.total)} of {format_bytes(self.room)}: "
-                + ", ".join(f"{name} {format_bytes(getattr(memory, name))}" for name in bytes_of),
-            ),
-            (
-                "snapshot",
-                f"{100 * copied.bubble_bytes / total:.0f} % in bubbles, "
-                f"{100 * copied.compute_bytes / total:.0f} % under passes, {copied.stall_s:.3g} s of stall",
-            ),
-            ("node lost", f"dp {self.dp} -> {self.dp_after}, {self.waiting} ranks wait; who is left {state}"),
-        ]
-        return "\n".join(f"{name:<12} {text}" for name, text in rows)
-
-
-def mesh_report(scenario: Scenario) -> MeshReport | None:
-    """Return the report of a scenario with a mesh; None where there is only data and expert parallelism."""
-    mesh, hardware = scenario.mesh, scenario.hardware
+    mesh, hardware, policy = scenario.mesh, scenario.hardware, scenario.policy
     if mesh.is_plain:
         return None
     model = model_of(scenario)
     nodes = model.usable_nodes(scenario.num_nodes)
     ranks, experts = model.ranks(nodes), scenario.workload.num_experts
-    step, policy = model.cost(nodes, 0, 0), scenario.policy
-    copied = min(experts, policy.k_snapshot or experts)
-    save = save_cost(scenario.workload, hardware, policy, ranks, copied, copied)
-    survivors = max(0, scenario.num_nodes - 1) * hardware.ranks_per_node
-    micro_batches = model.micro_batches(ranks)
-    return MeshReport(
-        mesh=mesh,
-        dp=ranks // mesh.unit,
-        micro_batches=micro_batches,
-        stage_ranks=ranks // mesh.pp,
-        slots=model.slots,
-        step=step,
-        bubble_share=bubble_share(mesh.pp, micro_batches, mesh.chunks),
-        memory=model.memory(),
-        room=hardware.memory_bytes,
-        snapshot=schedule_snapshot(
-            round(save.snapshot_bytes),
-            bytes_per_s=hardware.host_copy_bytes_per_s,
-            bubble_s=step.bubble_s,
-            compute_s=step.hiding * step.passes_s,
-        ),
-        dp_after=survivors // mesh.unit,
-        waiting=survivors % mesh.unit,
-        is_live=_survives_a_node(mesh, ranks, hardware.ranks_per_node),
+    step, memory, micro_batches = model.cost(nodes, 0, 0), model.memory(), model.micro_batches(ranks)
+    dp = ranks // mesh.unit
+    axes = f"pp={mesh.pp} dp={dp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
+    schedule = f"{micro_batches} micro-batches" + f", {mesh.chunks} chunks a stage" * (mesh.chunks > 1)
+    bytes_of = ("parameters", "gradients", "optimizer", "activations", "gathered")
+    kept = min(experts, policy.k_snapshot or experts)
+    copied = schedule_snapshot(
+        round(save_cost(scenario.workload, hardware, policy, ranks, kept, kept).snapshot_bytes),
+        bytes_per_s=hardware.host_copy_bytes_per_s,
+        bubble_s=step.bubble_s,
+        compute_s=step.hiding * step.passes_s,
     )
+    total = copied.total_bytes or 1
+    dp_after, waiting = divmod(max(0, scenario.num_nodes - 1) * hardware.ranks_per_node, mesh.unit)
+    is_live = _survives_a_node(mesh, ranks, hardware.ranks_per_node)
+    state = "has all of the dense state" if is_live else "lacks dense state: snapshots or storage"
+    rows = [
+        ("mesh", f"{axes}, {schedule}" + ", recomputing" * mesh.recompute),
+        ("experts", f"over the {ranks // mesh.pp} ranks of a stage, {model.slots} slots each"),
+        ("step of", _parts_of(step)),
+        ("bubbles", f"{100 * bubble_share(mesh.pp, micro_batches, mesh.chunks):.1f} % of a rank's passes"),
+        (
+            "rank",
+            f"{format_bytes(memory.total)} of {format_bytes(hardware.memory_bytes)}: "
+            + ", ".join(f"{name} {format_bytes(getattr(memory, name))}" for name in bytes_of),
+        ),
+        (
+            "snapshot",
+            f"{100 * copied.bubble_bytes / total:.0f} % in bubbles, "
+            f"{100 * copied.compute_bytes / total:.0f} % under passes, {copied.stall_s:.3g} s of stall",
+        ),
+        ("node lost", f"dp {dp} -> {dp_after}, {waiting} ranks wait; who is left {state}"),
+    ]
+    return "\n".join(f"{name:<12} {text}" for name, text in rows)
+
+
+def _parts_of(step: StepCost) -> str:
+    parts = {
+        "dense": step.dense_s,
+        "experts": step.experts_s,
+        "exchanges": step.exchange_s,
+        "shadows": step.copies_s,
+        "tensor": step.axes_s.tensor_s,
+        "context": step.axes_s.context_s,
+        "stages": step.axes_s.hops_s,
+        "gathers": step.axes_s.gathers_s,
+        "bubbles": step.bubble_s,
+        "sums": step.gradients_s,
+        "update": step.update_s,
+    }
+    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)
 
 
 def _survives_a_node(mesh: MeshSpec, ranks: int, ranks_per_node: int) -> bool:
