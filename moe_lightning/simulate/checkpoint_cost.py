@@ -23,23 +23,6 @@ from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.workload import Workload
 
 
-@dataclass(frozen=True, kw_only=True)
-class WindowCost:
-    """Cost of one lossless window (`checkpoint/schedule.py`) in the first world.
-
-    Attributes:
-        steps: W.
-        copied_bytes: by the busiest rank, in each of its snapshots.
-        stall_s: that training waits, in all of it.
-        replay_s: of the steps that a restore runs again.
-    """
-
-    steps: int
-    copied_bytes: tuple[float, ...]
-    stall_s: float
-    replay_s: float
-
-
 def window_shares(workload: Workload, k: int) -> tuple[float, ...]:
     """Bytes [W] of each snapshot of a window of K experts a turn, as shares of a full checkpoint. Frozen experts are
     kept in the low precision that they compute in."""

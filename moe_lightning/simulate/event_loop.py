@@ -15,7 +15,7 @@ from math import ceil
 import numpy as np
 
 from moe_lightning.checkpoint.recovery_plan import plan_recovery
-from moe_lightning.simulate.checkpoint_cost import SaveCost, WindowCost, cheapest_interval, save_cost, stall_of
+from moe_lightning.simulate.checkpoint_cost import SaveCost, cheapest_interval, save_cost, stall_of
 from moe_lightning.simulate.cluster import Accounts, ClusterState, Mark, SavedState, SimulatedWorld, inventories
 from moe_lightning.simulate.failures import NS, Event
 from moe_lightning.simulate.policy import Policy
@@ -439,11 +439,12 @@ class _Run:
         host_bytes = _BUFFERS * whole.snapshot_bytes * hardware.ranks_per_node if takes_snapshots else 0.0
         window = None
         if len(save.copies_s) > 1:
-            window = WindowCost(
-                steps=len(save.copies_s),
-                copied_bytes=tuple(copy_s * hardware.host_copy_bytes_per_s for copy_s in save.copies_s),
-                stall_s=stall_of(save.copies_s, first.overlap_s),
-                replay_s=(len(save.copies_s) - 1) * first.step_s,
+            sizes = [copy_s * hardware.host_copy_bytes_per_s for copy_s in save.copies_s]
+            window = (
+                f"{len(sizes)} steps, {format_bytes(sum(sizes))} of the busiest rank, "
+                f"{format_bytes(max(sizes))} in one step; "
+                f"{stall_of(save.copies_s, first.overlap_s):.3g} s of stall, "
+                f"{(len(sizes) - 1) * first.step_s:.3g} s of replay"
             )
         limits = (
             ("weights and optimizer state of a rank", rank_bytes, hardware.memory_bytes),

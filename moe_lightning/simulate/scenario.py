@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.checkpoint_cost import WindowCost
 from moe_lightning.simulate.failures import NS, Event, check_events
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import MeshSpec
@@ -105,7 +104,7 @@ class Report:
         checkpoints, written_bytes: committed.
         rank_bytes: state of one rank; host_bytes: snapshots of one node.
         warnings: what the cluster could not hold.
-        window: of lossless snapshots; None where they are not.
+        window: what a lossless window of the first world costs, in figures; None where there is none.
         recoveries, spans: over time.
     """
 
@@ -131,7 +130,7 @@ class Report:
     rank_bytes: float
     host_bytes: float
     warnings: tuple[str, ...] = ()
-    window: WindowCost | None = None
+    window: str | None = None
     recoveries: tuple[Recovery, ...] = ()
     spans: tuple[SteadyPhase, ...] = field(default=(), repr=False)
 
@@ -169,12 +168,7 @@ class Report:
             ),
         ]
         if self.window is not None:
-            steps, sizes = self.window.steps, self.window.copied_bytes
-            text = (
-                f"{steps} steps, {format_bytes(sum(sizes))} of the busiest rank, {format_bytes(max(sizes))} in one step"
-            )
-            text += f"; {self.window.stall_s:.3g} s of stall, {self.window.replay_s:.3g} s of replay"
-            rows.append(("windows", text))
+            rows.append(("windows", self.window))
         rows += [("warning", text) for text in self.warnings]
         return "\n".join(f"{name:<12} {text}" for name, text in rows)
 
