@@ -20,7 +20,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -144,17 +144,7 @@ class StepLoader:
         return {name: torch.cat([rows[indices], padding]) for name, rows in sources.items()}
 
     @classmethod
-    def from_dataloader(
-        cls,
-        loader: DataLoader[Any],
-        *,
-        rank: int,
-        world_size: int,
-        pieces: int = 1,
-        num_micros: int = 1,
-        seed: int = 0,
-        training: bool,
-    ) -> StepLoader:
+    def from_dataloader(cls, loader: DataLoader[Any], *, training: bool, seed: int = 0, **place: int) -> StepLoader:
         """The same data, order and options under a StepSampler.
 
         The loader's batch size is taken as the *global* micro-batch: a training step has `batch_size * num_micros`
@@ -162,29 +152,49 @@ class StepLoader:
         `shuffle=True` draws a permutation of its own for each epoch; a sampler of the user's is read in a way that is
         the same on every rank. A DistributedSampler is replaced, its shuffling kept.
 
+        Args:
+            place: rank, world_size, pieces and num_micros, see StepSampler.
+
         Raises:
             ConfigurationError: what `reason_not_to_cut` says.
         """
         reason = reason_not_to_cut(loader)
         if reason is not None:
             raise ConfigurationError(reason)
-        batches = batches_of(loader)
-        indices = _of_all_ranks(batches.sampler)
+        indices = _of_all_ranks(batches_of(loader).sampler)
         shuffle = _shuffles(indices, loader.dataset)
         order = SamplerOrder(indices, seed) if shuffle is None else None
-        sampler = StepSampler(
-            num_samples=len(loader.dataset) if order is None else order.num_samples,  # type: ignore[arg-type]
+        num_samples = len(loader.dataset) if order is None else order.num_samples  # type: ignore[arg-type]
+        options: dict[str, Any] = {"shuffle": shuffle is not False, "order": order, "seed": seed, **place}
+        return cls._in_place_of(loader, StepSampler, training=training, num_samples=num_samples, **options)
+
+    @classmethod
+    def _in_place_of(
+        cls,
+        loader: DataLoader[Any],
+        kind: type[StepSampler],
+        *,
+        rank: int,
+        world_size: int,
+        num_micros: int = 1,
+        training: bool,
+        **options: Any,
+    ) -> Self:
+        """Return a loader of a stock one's data and options under a sampler of a kind.
+
+        Args:
+            options: of the sampler, beside those that the stock loader and `training` decide.
+        """
+        batches = batches_of(loader)
+        sampler = kind(
             global_batch_size=batches.batch_size * (num_micros if training else 1),
             num_micros=num_micros,
             rank=rank,
             world_size=world_size,
-            pieces=pieces,
-            seed=seed,
-            shuffle=shuffle is not False,
             drop_last=batches.drop_last,
             evaluation=not training,
             keeps_micro_batch=training,
-            order=order,
+            **options,
         )
         converted = cls(loader.dataset, sampler, **loader_options(loader))
         converted.sampler = batches.sampler

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from moe_lightning.compat import private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.data.loader import StepLoader, batches_of, factors_of, key_of, loader_options, reason_in_batches
+from moe_lightning.data.loader import StepLoader, factors_of, key_of, loader_options, reason_in_batches
 from moe_lightning.data.sampler import OwnGenerators, StepSampler, mixed_seed
 from moe_lightning.errors import ConfigurationError
 
@@ -268,40 +268,15 @@ class StreamLoader(StepLoader):
 
     @classmethod
     def of_stream(
-        cls,
-        loader: DataLoader[Any],
-        *,
-        num_samples: int,
-        rank: int,
-        world_size: int,
-        pieces: int,
-        num_micros: int,
-        seed: int,
-        training: bool,
+        cls, loader: DataLoader[Any], *, num_samples: int, training: bool, seed: int, **place: int
     ) -> StreamLoader:
         """The same stream, order and options under a StreamSampler; as StepLoader.from_dataloader.
 
         Args:
             num_samples: of an epoch.
         """
-        batches = batches_of(loader)
-        sampler = StreamSampler(
-            num_samples=num_samples,
-            global_batch_size=batches.batch_size * (num_micros if training else 1),
-            num_micros=num_micros,
-            rank=rank,
-            world_size=world_size,
-            pieces=pieces,
-            seed=seed,
-            shuffle=training,
-            drop_last=batches.drop_last,
-            evaluation=not training,
-            keeps_micro_batch=training,
-        )
-        cut = cls(loader.dataset, sampler, **loader_options(loader))  # type: ignore[arg-type]
-        cut.sampler = batches.sampler
-        cut.replaces_stock = True
-        return cut
+        options = {"num_samples": num_samples, "shuffle": training, "seed": seed, **place}
+        return cls._in_place_of(loader, StreamSampler, training=training, **options)
 
     @override
     def _received(self, fetched: Any) -> Any:
