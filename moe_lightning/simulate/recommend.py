@@ -29,46 +29,20 @@ from moe_lightning.simulate.step_model import StepModel
 from moe_lightning.text_table import table
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedCluster:
-    """Samples a second of a cluster whose nodes differ, without faults.
+def mixture_of(scenario: Scenario) -> str | None:
+    """Return what mixing nodes costs without faults; None where all nodes are alike.
 
-    Attributes:
-        mixed: as the policy divides the work.
-        even: with the same work for all ranks.
-        alike: of as many nodes that all have the mean speed: what mixing costs is the rest.
-        fastest: of the fastest nodes alone; 0 where they cannot hold the experts.
-        num_fastest, num_nodes: how many there are.
+    A cluster is compared with as many nodes that all have the mean speed, with itself under the same work for all
+    ranks, and with its fastest nodes alone.
     """
-
-    mixed: float
-    even: float
-    alike: float
-    fastest: float
-    num_fastest: int
-    num_nodes: int
-
-    def sentence(self) -> str:
-        """The costs in percent."""
-        alone = f"would train at {self.fastest / self.mixed:.2f} of this rate" if self.fastest else "lack slots"
-        return (
-            f"mixing costs {100 * (1 - self.mixed / self.alike):.1f} % against {self.num_nodes} nodes of the mean "
-            f"speed, {100 * (1 - self.even / self.alike):.1f} % if all ranks got the same work; the {self.num_fastest} "
-            f"fastest nodes alone {alone}"
-        )
-
-
-def mixture_of(scenario: Scenario) -> MixedCluster | None:
-    """Compare a cluster with others of as many nodes; None where its nodes are all alike."""
     hardware, nodes = scenario.hardware, scenario.num_nodes
     speeds = hardware.rank_speeds(nodes * hardware.ranks_per_node)[:: hardware.ranks_per_node]
     if (speeds == speeds[0]).all():
         return None
     fastest = int((speeds == speeds.max()).sum())
 
-    def rate(count: int, **changes: object) -> float:
-        by_speed = bool(changes.pop("by_speed", scenario.policy.by_speed))
-        machine = replace(hardware, **changes)  # type: ignore[arg-type]
+    def rate(count: int, by_speed: bool = scenario.policy.by_speed, **changes: Any) -> float:
+        machine = replace(hardware, **changes)
         policy = replace(scenario.policy, by_speed=by_speed)
         model = StepModel(scenario.workload, machine, policy, scenario.routing, nodes, scenario.mesh)
         usable = model.usable_nodes(count)
@@ -76,13 +50,13 @@ def mixture_of(scenario: Scenario) -> MixedCluster | None:
             return 0.0
         return scenario.workload.samples_per_step(usable * machine.ranks_per_node) / model.cost(usable, 0, 0).step_s
 
-    return MixedCluster(
-        mixed=rate(nodes),
-        even=rate(nodes, by_speed=False),
-        alike=rate(nodes, speeds=[float(np.mean(speeds))]),
-        fastest=rate(fastest, speeds=[float(speeds.max())]),
-        num_fastest=fastest,
-        num_nodes=nodes,
+    mixed, even = rate(nodes), rate(nodes, by_speed=False)
+    alike = rate(nodes, speeds=[float(np.mean(speeds))])
+    of_fastest = rate(fastest, speeds=[float(speeds.max())])  # 0 where they cannot hold the experts
+    alone = f"would train at {of_fastest / mixed:.2f} of this rate" if of_fastest else "lack slots"
+    return (
+        f"mixing costs {100 * (1 - mixed / alike):.1f} % against {nodes} nodes of the mean speed, "
+        f"{100 * (1 - even / alike):.1f} % if all ranks got the same work; the {fastest} fastest nodes alone {alone}"
     )
 
 
@@ -120,7 +94,7 @@ class Advice:
     policy: Policy
     report: Report
     choices: tuple[RecommendedChoice, ...]
-    mixture: MixedCluster | None = None
+    mixture: str | None = None
     lossless: Report | None = None
     meshes: MeshAdvice | None = None
 
@@ -128,7 +102,7 @@ class Advice:
         """The prediction, what unlike nodes cost, and a line for each choice."""
         lines = [self.report.table()]
         if self.mixture is not None:
-            lines.append(f"{'speeds':<12} {self.mixture.sentence()}")
+            lines.append(f"{'speeds':<12} {self.mixture}")
         if self.lossless is not None and self.lossless.samples:
             lines.append(
                 f"{'lost tokens':<12} {100 * self.report.plt:.2g} %, for "

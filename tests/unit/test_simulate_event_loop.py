@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import combinations
 
@@ -515,11 +516,11 @@ def test_a_rank_that_slows_down_during_a_stall_is_slow() -> None:
 def test_recommend_says_what_mixing_costs() -> None:
     run = scenario(workload=small_workload(**BATCH), hardware=small_hardware(speeds=[1.0, 0.5]))
     mixture = mixture_of(run)
-    assert mixture.even < mixture.mixed <= 1.01 * mixture.alike
-    assert mixture.fastest < mixture.mixed
-    table = recommend(run).table()
-    assert "speeds       mixing costs" in table
-    assert "the 3 fastest nodes alone would train at" in table
+    mixed, even = (float(cost) for cost in re.findall(r"(\S+) %", mixture))
+    assert -1 <= mixed < even
+    fastest = re.search(r"the 3 fastest nodes alone would train at (\S+) of this rate", mixture)
+    assert float(fastest[1]) < 1
+    assert "speeds       mixing costs" in recommend(run).table()
     assert mixture_of(scenario()) is None
 
 
