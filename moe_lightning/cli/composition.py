@@ -138,14 +138,20 @@ def check_arguments(node: Any, key: str = "") -> None:
     Raises:
         ConfigurationError: a class that cannot be imported, an argument it lacks, or a value that does not fit.
     """
+    for inner, found in walk(node, key):
+        if isinstance(found, Mapping) and TARGET in found:
+            _check_call(found, inner)
+
+
+def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key and value of a node of a configuration and of all below it, each before what it holds."""
+    yield key, node
     if isinstance(node, Mapping):
-        if TARGET in node:
-            _check_call(node, key)
         for name, child in node.items():
-            check_arguments(child, _child(key, name))
+            yield from walk(child, _child(key, name))
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for index, child in enumerate(node):
-            check_arguments(child, f"{key}[{index}]")
+            yield from walk(child, f"{key}[{index}]")
 
 
 def _child(key: str, name: object) -> str:
@@ -296,17 +302,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_urls(node: Any, key: str = "") -> None:
-    if isinstance(node, Mapping):
-        for name, child in node.items():
-            _check_urls(child, _child(key, name))
-    elif isinstance(node, list):
-        for index, child in enumerate(node):
-            _check_urls(child, f"{key}[{index}]")
-    elif isinstance(node, str) and not re.search(r"\s", node) and (protocol := without_storage(node)) is not None:
-        raise ConfigurationError(
-            f"{typed(key)}={shown(node)} is read with {protocol}, which is no storage and may run code of what it "
-            "reads: give a path, or the URL of a store such as s3://BUCKET/NAME"
-        )
+    for inner, found in walk(node, key):
+        if isinstance(found, str) and not re.search(r"\s", found) and (protocol := without_storage(found)) is not None:
+            raise ConfigurationError(
+                f"{typed(inner)}={shown(found)} is read with {protocol}, which is no storage and may run code of what "
+                "it reads: give a path, or the URL of a store such as s3://BUCKET/NAME"
+            )
 
 
 def check_group(config: Mapping[str, Any], group: str) -> None:
@@ -712,7 +713,8 @@ def known_keys(
         config_name: moe-train's or moe-sim's.
     """
     groups = _groups() if config_name == CONFIG_NAME else ["model", "recipes"]
-    return [*dotted(_composed(overrides, config_dir, config_name)), *groups]
+    keys = (key for key, _ in walk(_composed(overrides, config_dir, config_name)))
+    return [*(key for key in keys if key and "[" not in key), *groups]
 
 
 def _composed(overrides: Sequence[str], config_dir: str | None, config_name: str) -> Any:
@@ -725,14 +727,6 @@ def _composed(overrides: Sequence[str], config_dir: str | None, config_name: str
         except (HydraException, OmegaConfBaseException, ValueError):
             continue
     return {}
-
-
-def dotted(node: Any, prefix: str = "") -> Iterator[str]:
-    """All keys below a node, parents before what they hold."""
-    if isinstance(node, Mapping):
-        for name, child in node.items():
-            yield f"{prefix}{name}"
-            yield from dotted(child, f"{prefix}{name}.")
 
 
 def _groups() -> list[str]:

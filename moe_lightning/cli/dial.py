@@ -18,12 +18,13 @@ has that value and the others follow from it. With L layers, width D and k exper
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from annotated_types import Interval
 from omegaconf import DictConfig, OmegaConf
 
+from moe_lightning.cli.composition import walk
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, require, shown
 from moe_lightning.errors import ConfigurationError
 
@@ -184,16 +185,9 @@ def keys_of_dial(composed: DictConfig) -> list[str]:
         composed: before interpolations are resolved.
     """
     raw = OmegaConf.to_container(composed, resolve=False)
-    found = {text.removeprefix("${dial:").removesuffix("}") for text in _texts(raw) if text.startswith("${dial:")}
+    texts = (text for _, text in walk(raw) if isinstance(text, str))
+    found = {text.removeprefix("${dial:").removesuffix("}") for text in texts if text.startswith("${dial:")}
     return [key for key in RULES if key in found]
-
-
-def _texts(node: Any) -> Iterator[str]:
-    if isinstance(node, Mapping):
-        for child in node.values():
-            yield from _texts(child)
-    elif isinstance(node, str):
-        yield node
 
 
 def check_dial(composed: DictConfig) -> None:
