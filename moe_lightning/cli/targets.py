@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -88,19 +88,24 @@ def _allowed() -> list[str]:
 
 
 @contextmanager
-def typed_targets_allowed(words: Sequence[str]) -> Iterator[None]:
-    """Allow the targets that the words of a command name, in this process and those that it starts meanwhile."""
-    former = os.environ.get(ALLOW_VARIABLE)
-    if not (typed := list(_typed_targets(words))):
-        yield
-        return
-    os.environ[ALLOW_VARIABLE] = ",".join([*_allowed(), *typed])
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Give a variable of the environment a value inside, and the former one, or none, afterwards."""
+    former = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[ALLOW_VARIABLE]
+        del os.environ[name]
         if former is not None:
-            os.environ[ALLOW_VARIABLE] = former
+            os.environ[name] = former
+
+
+@contextmanager
+def typed_targets_allowed(words: Sequence[str]) -> Iterator[None]:
+    """Allow the targets that the words of a command name, in this process and those that it starts meanwhile."""
+    typed = list(_typed_targets(words))
+    with environment_variable(ALLOW_VARIABLE, ",".join([*_allowed(), *typed])) if typed else nullcontext():
+        yield
 
 
 def _typed_targets(words: Sequence[str]) -> Iterator[str]:

@@ -59,7 +59,7 @@ from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
-from moe_lightning.cli.targets import typed_targets_allowed
+from moe_lightning.cli.targets import environment_variable, typed_targets_allowed
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.membership import ElasticSettings
@@ -511,7 +511,7 @@ def _run_hydra(arguments: Sequence[str]) -> list[Path]:
     with ExitStack() as contexts:
         contexts.enter_context(typed_targets_allowed(options.overrides))
         contexts.enter_context(_own_failures(failures))
-        contexts.enter_context(_full_hydra_errors())
+        contexts.enter_context(environment_variable("HYDRA_FULL_ERROR", "1"))  # it raises, and does not print and exit
         contexts.enter_context(composition_errors(arguments))
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
@@ -873,19 +873,6 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             "--experimental-rerun unpickles a configuration, which can run code: give the folder's overrides again"
         )
-
-
-@contextmanager
-def _full_hydra_errors() -> Iterator[None]:
-    """Lets Hydra raise its errors instead of printing them and exiting."""
-    former = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["HYDRA_FULL_ERROR"]
-        if former is not None:
-            os.environ["HYDRA_FULL_ERROR"] = former
 
 
 if __name__ == "__main__":
