@@ -43,20 +43,6 @@ _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\
 _STYLE = Path(__file__).with_name("report.css")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A part of the page.
-
-    Attributes:
-        name: of its anchor, letters only.
-        parts: HTML, of the functions below.
-    """
-
-    name: str
-    title: str
-    parts: Sequence[str]
-
-
 def escaped(text: object) -> str:
     """Text for elements and attributes: markup and control characters in it are harmless."""
     return html.escape(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)))
@@ -100,12 +86,16 @@ def listing(text: str) -> str:
     return f"<pre>{escaped(text)}</pre>"
 
 
-def page(title: str, subtitle: str, head: Sequence[str], sections: Sequence[Section]) -> str:
-    """The whole document; it is well-formed XML too, and nothing in it may run or be fetched."""
-    links = "".join(f'<a href="#{section.name}">{escaped(section.title)}</a>' for section in sections)
+def page(title: str, subtitle: str, head: Sequence[str], sections: Mapping[tuple[str, str], Sequence[str]]) -> str:
+    """The whole document; it is well-formed XML too, and nothing in it may run or be fetched.
+
+    Args:
+        sections: HTML of each, by its anchor, letters only, and its heading.
+    """
+    links = "".join(f'<a href="#{anchor}">{escaped(heading)}</a>' for anchor, heading in sections)
     body = "\n".join(
-        f'<section id="{section.name}"><h2>{escaped(section.title)}</h2>\n' + "\n".join(section.parts) + "\n</section>"
-        for section in sections
+        f'<section id="{anchor}"><h2>{escaped(heading)}</h2>\n' + "\n".join(parts) + "\n</section>"
+        for (anchor, heading), parts in sections.items()
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -147,7 +137,7 @@ _WORDS = {
 }
 
 
-def training(metrics: Metrics, logged: Metrics) -> Section:
+def training(metrics: Metrics, logged: Metrics) -> list[str]:
     """Losses, speed, gradient norm and learning rate; of what was logged, where losses were not finite."""
     losses = {name: values for name, values in metrics.items() if _is_loss(name)}
     faults = list(metrics.get("recovery/lost_rank", {}))
@@ -178,15 +168,15 @@ def training(metrics: Metrics, logged: Metrics) -> Section:
             parts.append(missing(f"{name} was NaN or infinite {len(steps):,} times, first at step {steps[0]:,}."))
     if not losses and not any(lost.values()):
         parts.append(missing(f"No losses were logged: {_TELEMETRY}, and the module logs its loss with self.log."))
-    return Section(name="training", title="Loss and speed", parts=parts)
+    return parts
 
 
-def loads(directory: Path) -> Section:
+def loads(directory: Path) -> list[str]:
     """A heat map for each MoE layer."""
     file = directory / "expert_load.csv"
     if not file.is_file():
         text = "No loads of experts were recorded: callbacks.telemetry.expert_load_path='${run_dir}/expert_load.csv'."
-        return Section(name="loads", title="Expert loads", parts=[missing(text)])
+        return [missing(text)]
     steps, shares_LSE = read_loads(file)
     parts = [
         paragraph(
@@ -207,7 +197,7 @@ def loads(directory: Path) -> Section:
         picture = heat_map(means_SE, [steps[0], *(steps[group[-1]] for group in groups[1:])], title)
         parts.append(figure(svg(picture), f"heat map of the loads of the {title}", caption))
     parts += _health(shares_LSE)
-    return Section(name="loads", title="Expert loads", parts=parts)
+    return parts
 
 
 def _health(shares_LSE: NDArray[np.float64]) -> Iterator[str]:
@@ -228,7 +218,7 @@ def _health(shares_LSE: NDArray[np.float64]) -> Iterator[str]:
     yield table(["MoE layer", "dead experts", "entropy", "drift"], rows, caption)
 
 
-def imbalance(directory: Path, metrics: Metrics) -> Section:
+def imbalance(directory: Path, metrics: Metrics) -> list[str]:
     """Busiest over mean, before and after balancing."""
     parts = _pictures(balance_pictures(metrics))
     dropped = {n: v for n, v in metrics.items() if n.endswith("/dropped_fraction") and any(v.values())}
@@ -242,11 +232,11 @@ def imbalance(directory: Path, metrics: Metrics) -> Section:
         has_replicas = any((replicas_EN.sum(axis=1) > 1).any() for _, replicas_EN in states)
         now = "Replicas stayed as they were placed" if has_replicas else "Experts had no replicas"
         parts.append(missing(f"{now}: callbacks=load_balancer places replicas by load, and compares with plain EP."))
-    return Section(name="imbalance", title="Imbalance", parts=parts)
+    return parts
 
 
-def placements(directory: Path, metrics: Metrics) -> Section:
-    """Section on experts per rank at the end, and on migrations."""
+def placements(directory: Path, metrics: Metrics) -> list[str]:
+    """Experts per rank at the end, and migrations."""
     parts: list[str] = []
     file = directory / "placement.csv"
     if file.is_file():
@@ -267,7 +257,7 @@ def placements(directory: Path, metrics: Metrics) -> Section:
     ):
         if lines:
             parts.append(_chart(lines, title, unit, caption))
-    return Section(name="placements", title="Placements and replicas", parts=parts)
+    return parts
 
 
 def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
@@ -287,8 +277,8 @@ def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
         yield figure(svg(picture), title, caption)
 
 
-def recoveries(directory: Path, metrics: Metrics) -> Section:
-    """Section on failures: causes, durations, costs."""
+def recoveries(directory: Path, metrics: Metrics) -> list[str]:
+    """Failures: causes, durations, costs."""
     parts = []
     rows: list[list[str]] = []
     head: list[str] = []
@@ -307,14 +297,11 @@ def recoveries(directory: Path, metrics: Metrics) -> Section:
         shown = rows[-_MAX_ROWS:]
         caption = f"The last {len(shown)} of {len(rows)}; steps lost are those that ran again."
         parts.append(table([name.replace("_", " ") for name in head], shown, caption))
-    if not parts:
-        text = "No rank was lost. callbacks=fault_recovery lets the others train on when one is."
-        parts = [missing(text)]
-    return Section(name="recoveries", title="Recoveries", parts=parts)
+    return parts or [missing("No rank was lost. callbacks=fault_recovery lets the others train on when one is.")]
 
 
-def checkpoints(directory: Path, metrics: Metrics) -> Section:
-    """Section on checkpoints: costs, files, age of their experts."""
+def checkpoints(directory: Path, metrics: Metrics) -> list[str]:
+    """Checkpoints: costs, files, age of their experts."""
     parts = _pictures(checkpoint_pictures(metrics))
     if not parts:
         parts.append(missing("No costs of checkpoints were logged: callbacks=partial_experts measures every one."))
@@ -348,14 +335,14 @@ def checkpoints(directory: Path, metrics: Metrics) -> Section:
         parts.append(
             missing("No checkpoints lie in the run directory: callbacks=default or partial_experts writes them.")
         )
-    return Section(name="checkpoints", title="Checkpoints", parts=parts)
+    return parts
 
 
-def configuration(config: Mapping[str, Any], file: Path) -> Section:
+def configuration(config: Mapping[str, Any], file: Path) -> list[str]:
     """The composed configuration, its plain values as a table and the whole as text."""
     if not config:
         text = f"There is no {file.name}: moe-train leaves it in the run directory."
-        return Section(name="configuration", title="Configuration", parts=[missing(text)])
+        return [missing(text)]
     areas = [(name, value) for name, value in config.items() if not isinstance(value, dict | list)]
     module = config.get("module")
     model = module.get("config") if isinstance(module, dict) else None
@@ -365,8 +352,7 @@ def configuration(config: Mapping[str, Any], file: Path) -> Section:
     whole = folded(
         "The whole configuration", listing(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
     )
-    parts = [table(["key", "value"], rows, f"From {file.name}."), whole]
-    return Section(name="configuration", title="Configuration", parts=parts)
+    return [table(["key", "value"], rows, f"From {file.name}."), whole]
 
 
 def read_placements(path: Path) -> dict[int, list[tuple[int, NDArray[np.int64]]]]:
@@ -484,19 +470,18 @@ def render(directory: Path) -> str:
     if isinstance(summary.get("steps"), int) and summary["steps"] + 1 < _last_step(logged):  # + 1: see `_counted`
         summary = {}  # of a former start of a run that goes on
     metrics = finite(logged)
-    body = [
-        training(metrics, logged),
-        loads(directory),
-        imbalance(directory, metrics),
-        placements(directory, metrics),
-        recoveries(directory, metrics),
-        checkpoints(directory, metrics),
-        configuration(config, config_file),
-    ]
+    sections = {
+        ("training", "Loss and speed"): training(metrics, logged),
+        ("loads", "Expert loads"): loads(directory),
+        ("imbalance", "Imbalance"): imbalance(directory, metrics),
+        ("placements", "Placements and replicas"): placements(directory, metrics),
+        ("recoveries", "Recoveries"): recoveries(directory, metrics),
+        ("checkpoints", "Checkpoints"): checkpoints(directory, metrics),
+        ("configuration", "Configuration"): configuration(config, config_file),
+    }
     name = str(config.get("run_name") or directory.resolve().name)
-    return page(
-        name, f"a run of moe-lightning, {_size(config, metrics, summary)}", [cards(_numbers(summary, metrics))], body
-    )
+    subtitle = f"a run of moe-lightning, {_size(config, metrics, summary)}"
+    return page(name, subtitle, [cards(_numbers(summary, metrics))], sections)
 
 
 def _mapping(path: Path, read: Any) -> dict[str, Any]:
