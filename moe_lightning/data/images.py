@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -296,6 +296,7 @@ class ViewSampler(StepSampler):
         return visits
 
 
+@dataclass(eq=False, repr=False)
 class ImageViews(Dataset[tuple[Tensor, int]]):
     """View v of a source as x [3, S, S], float32 and normalised, and its class.
 
@@ -316,27 +317,20 @@ class ImageViews(Dataset[tuple[Tensor, int]]):
         seed: of the random views.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        image_size: int,
-        *,
-        training: bool,
-        crop_scale: tuple[float, float] = (0.08, 1.0),
-        flip: bool = True,
-        center_crop: float = 0.875,
-        max_images: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._length = len(source) if max_images is None else min(max_images, len(source))
-        self.source = source
-        self.data_key = source.data_key
-        self.image_size = image_size
-        self.training = training
-        self.crop_scale = crop_scale
-        self.flip = flip
-        self.center_crop = center_crop
-        self.seed = seed
+    source: ImageSource
+    image_size: int
+    _: KW_ONLY
+    training: bool
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    flip: bool = True
+    center_crop: float = 0.875
+    max_images: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        available = len(self.source)
+        self._length = available if self.max_images is None else min(self.max_images, available)
+        self.data_key = self.source.data_key
 
     def __len__(self) -> int:
         return self._length
