@@ -107,6 +107,7 @@ class StepLoader:
         has_begun: True once a Trainer has counted the batch yielded last.
         sampler: the user's own, where the loader stands for a DataLoader; else there is none, since Lightning would
             replace it to overfit batches.
+        num_workers, pin_memory, collate_fn: as in torch's DataLoader.
         replaces_stock: it stands for a DataLoader, which stock Lightning would use without a position.
     """
 
@@ -127,6 +128,8 @@ class StepLoader:
         if options.get("generator") is None:
             options["generator"] = self._own_generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.batch_sampler, **options)
+        loader = self._loader
+        self.num_workers, self.pin_memory, self.collate_fn = loader.num_workers, loader.pin_memory, loader.collate_fn
         self.worker_init_fn = options.get("worker_init_fn")
 
     def rows_by_source(self, here: StepSlice | None) -> dict[str, torch.Tensor]:
@@ -297,21 +300,6 @@ class StepLoader:
     def batch_size(self) -> int:
         """Samples of this rank in the first micro-batch of an epoch, the largest it gets."""
         return self.step_sampler.slice_at(0).count
-
-    @property
-    def num_workers(self) -> int:
-        """Processes that load samples, as in torch's DataLoader."""
-        return self._loader.num_workers
-
-    @property
-    def pin_memory(self) -> bool:
-        """True if batches are copied into pinned memory, as in torch's DataLoader."""
-        return self._loader.pin_memory
-
-    @property
-    def collate_fn(self) -> Callable[[list[Any]], Any]:
-        """Function that makes a batch of samples."""
-        return self._loader.collate_fn
 
     # ------------------------------------------------------------------ state and world
 
