@@ -10,10 +10,9 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import Locator
-
-P = ParamSpec("P")
 
 _WIDTH_IN, _HEIGHT_IN = 5.2, 3.4
 """At this width letters of 10 points can be read on a phone, and two pictures stand beside each other on a desk."""
@@ -107,15 +104,6 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    @wraps(draw)
-    def drawn(*arguments: P.args, **options: P.kwargs) -> Figure:
-        with _style():
-            return draw(*arguments, **options)
-
-    return drawn
-
-
 def svg(figure: Figure) -> str:
     """A figure as the text of one SVG element. What matplotlib numbers in it are classes, not ids: several pictures can
     stand in one page."""
@@ -126,7 +114,7 @@ def svg(figure: Figure) -> str:
     return re.sub(r' id="(paper|[A-Za-z][\w.]*(?=_\d+"))(_\d+)?"', r' class="\1"', text[text.index("<svg") :])
 
 
-@_styled
+@_style()
 def line_chart(
     lines: Mapping[str, Sequence[tuple[float, float]]],
     title: str,
@@ -173,7 +161,7 @@ def line_chart(
     return figure
 
 
-@_styled
+@_style()
 def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: str) -> Figure:
     """Bars {group: {name: value}}, names in the same color in every group.
 
@@ -205,7 +193,7 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
     return figure
 
 
-@_styled
+@_style()
 def heat_map(shares_SE: NDArray[np.float64], steps: Sequence[int], title: str) -> Figure:
     """Share of every expert over time: steps to the right, experts downwards.
 
@@ -226,7 +214,7 @@ def heat_map(shares_SE: NDArray[np.float64], steps: Sequence[int], title: str) -
     return figure
 
 
-@_styled
+@_style()
 def grid(values: NDArray[np.float64], title: str, rows: str, columns: str, unit: str) -> Figure:
     """A table of numbers of 0 or more as shades, with the numbers where they fit.
 
@@ -251,7 +239,7 @@ def grid(values: NDArray[np.float64], title: str, rows: str, columns: str, unit:
     return figure
 
 
-@_styled
+@_style()
 def time_line(line: Timeline, title: str) -> Figure:
     """A step as the performance model sees it: computations and exchanges above, transfers of shadows below.
 
@@ -271,7 +259,7 @@ def time_line(line: Timeline, title: str) -> Figure:
     return figure
 
 
-@_styled
+@_style()
 def phase_lines(lanes: Mapping[str, Mapping[str, float]], title: str, *, end_s: float | None = None) -> Figure:
     """Phases one after the other, in a lane for each case, on one scale.
 
