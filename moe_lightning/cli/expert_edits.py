@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from moe_lightning.models.gpt_module import GPTModule
 
 
-def mixed(value: Tensor, table: NDArray[np.float64]) -> Tensor:
+def mixed(value: Any, table: NDArray[np.float64] | None) -> Any:
     """Rows [new experts, ...] of a tensor [E, ...]: copies of single rows, or sums in double precision, in the order of
-    the experts; zeros without a share. Tensors without a row for each expert stay.
+    the experts; zeros without a share. What is no tensor with a row for each expert stays.
 
     Args:
-        table: shares [new experts, E], see `cli.expert_edits`.
+        table: shares [new experts, E], see `cli.expert_edits`; None: the value is of no expert.
     """
-    if value.shape[:1] != (table.shape[1],):
+    if table is None or not isinstance(value, Tensor) or value.shape[:1] != (table.shape[1],):
         return value
     rows = value.new_zeros(len(table), *value.shape[1:])
     for row, shares in zip(rows, table, strict=True):
@@ -210,7 +210,7 @@ def edit_checkpoint(
     table_of = {f"{name}.{part}.": table for name, table in layers for part in ("experts", "router")}
     edited = {**checkpoint, "hyper_parameters": copy.deepcopy(checkpoint["hyper_parameters"])}
     for part in {"state_dict", CURRENT} & checkpoint.keys():  # under averaging the second are the weights to train on
-        edited[part] = _edited_state(checkpoint[part], table_of)
+        edited[part] = {name: mixed(value, _table_of(name, table_of)) for name, value in checkpoint[part].items()}
     named = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = optimizer_of(module, module.optimizer_config).param_groups
     names = [named[id(parameter)] for group in groups for parameter in group["params"]]
@@ -231,26 +231,14 @@ def _table_of(name: str, table_of: Mapping[str, NDArray[np.float64]]) -> NDArray
     return next((table for prefix, table in table_of.items() if name.startswith(prefix)), None)
 
 
-def _edited_state(saved: Mapping[str, Any], table_of: Mapping[str, NDArray[np.float64]]) -> dict[str, Any]:
-    state = dict(saved)
-    for name, value in state.items():
-        table = _table_of(name, table_of)
-        if table is not None and isinstance(value, Tensor):
-            state[name] = mixed(value, table)
-    return state
-
-
 def _edited_optimizer(
     saved: Mapping[str, Any], names: Sequence[str], table_of: Mapping[str, NDArray[np.float64]]
 ) -> dict[str, Any]:
-    entries = dict(saved["state"])
-    for number, entry in entries.items():
+    state = {}
+    for number, entry in saved["state"].items():
         table = _table_of(names[number], table_of)
-        if table is not None:
-            entries[number] = {
-                key: mixed(value, table) if isinstance(value, Tensor) else value for key, value in entry.items()
-            }
-    return {**saved, "state": entries}
+        state[number] = {key: mixed(value, table) for key, value in entry.items()}
+    return {**saved, "state": state}
 
 
 def _check(tables: Sequence[NDArray[np.float64]], top_k: int, file_bytes: int) -> None:
