@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from annotated_types import Interval
 
@@ -287,28 +287,21 @@ class StageWork:
         return self.mesh.weight_shards(self.num_ranks, self.machine.ranks_per_node)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Axes:
-    """Seconds that the axes of a mesh add to the passes of a step; see the functions of these names."""
+class Axes(NamedTuple):
+    """Seconds that the axes of a mesh add to the passes of a step, by the functions of these names."""
 
-    tensor_s: float = 0.0
-    context_s: float = 0.0
-    hops_s: float = 0.0
-    gathers_s: float = 0.0
+    tensor_s: float
+    context_s: float
+    hops_s: float
+    gathers_s: float
+
+    @classmethod
+    def of(cls, work: StageWork) -> Axes:
+        return cls(tensor_s(work), context_s(work), hops_s(work), gathers_s(work))
 
     @property
     def total(self) -> float:
-        return self.tensor_s + self.context_s + self.hops_s + self.gathers_s
-
-
-def axes(work: StageWork) -> Axes:
-    """All of them."""
-    return Axes(
-        tensor_s=tensor_s(work),
-        context_s=context_s(work),
-        hops_s=hops_s(work),
-        gathers_s=gathers_s(work),
-    )
+        return sum(self)
 
 
 def tensor_s(work: StageWork) -> float:

@@ -10,7 +10,7 @@ placement repeats. Layers that route alike are judged once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import lcm
 
 import numpy as np
@@ -28,7 +28,6 @@ from moe_lightning.simulate.mesh import (
     Axes,
     MeshSpec,
     StageWork,
-    axes,
     bubble_s,
     busiest_stage,
     gradients_s,
@@ -55,7 +54,6 @@ class StepCost:
         axes_s: what the axes of a mesh add to the passes that nothing hides, see `simulate.mesh`.
         bubble_s: that a rank waits in its pipeline.
         imbalance: busiest rank over mean, mean of layers.
-        balance_ratio: RB of Pro-Prophet, median of layers.
         exchange_bytes: of all ranks.
         hiding: share of the passes that may hide copies.
     """
@@ -68,11 +66,10 @@ class StepCost:
     gradients_s: float
     update_s: float
     imbalance: float
-    balance_ratio: float
     exchange_bytes: float
-    hiding: float = 1.0
-    axes_s: Axes = field(default_factory=Axes)
-    bubble_s: float = 0.0
+    hiding: float
+    axes_s: Axes
+    bubble_s: float
 
     @property
     def passes_s(self) -> float:
@@ -317,7 +314,7 @@ class StepModel:
             micro_batches=micro,
             dense_s=dense_s,
         )
-        added = axes(done)
+        added = Axes.of(done)
         waits_s = bubble_s(dense_s + blocks_s + added.total, mesh.pp, micro, mesh.chunks)
         sums_s = gradients_s(done) + self._expert_sums_s(placements, stage_ranks, scale)
         resident = scale * max(sum((p.replicas > 0).sum(axis=0) for p in placements))
@@ -336,7 +333,6 @@ class StepModel:
             gradients_s=sums_s,
             update_s=update_s,
             imbalance=float(np.mean([report.imbalance for report in everywhere])),
-            balance_ratio=float(np.median([report.balance_ratio for report in everywhere])),
             hiding=machine.overlap,
             exchange_bytes=micro * (sent_bytes * stage_ranks / judged),
             axes_s=added,
