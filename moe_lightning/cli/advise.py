@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-import time
+import timeit
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +67,6 @@ class Machine:
         words: where it is, and how many ranks.
         source: where the numbers come from.
         on_cpu: ranks compute on the CPU.
-        is_here: this machine, not a cluster elsewhere.
     """
 
     hardware: Hardware
@@ -75,7 +74,6 @@ class Machine:
     words: str
     source: str
     on_cpu: bool
-    is_here: bool
 
     @property
     def num_ranks(self) -> int:
@@ -134,7 +132,7 @@ def _cluster(text: str) -> Machine:
     if text.endswith(".json"):
         hardware = load_hardware(Path(text))
         words = f"{hardware.ranks_per_node} ranks of {text}"
-        return Machine(hardware=hardware, num_nodes=1, words=words, source=text, on_cpu=True, is_here=True)
+        return Machine(hardware=hardware, num_nodes=1, words=words, source=text, on_cpu=True)
     match = _CLUSTER.fullmatch(text)
     if match is None or not int(match[1] or 1) or not int(match[2]):
         raise ConfigurationError(
@@ -150,9 +148,7 @@ def _cluster(text: str) -> Machine:
     nodes, ranks = int(match[1] or 1), int(match[2])
     words = f"{nodes} node{'s' * (nodes > 1)} of {ranks} {match[3].upper()}"
     hardware = preset(name, ranks_per_node=ranks)
-    return Machine(
-        hardware=hardware, num_nodes=nodes, words=words, source=f"preset {name}", on_cpu=False, is_here=False
-    )
+    return Machine(hardware=hardware, num_nodes=nodes, words=words, source=f"preset {name}", on_cpu=False)
 
 
 def _this_machine(config: Mapping[str, Any]) -> Machine:
@@ -171,12 +167,12 @@ def _this_machine(config: Mapping[str, Any]) -> Machine:
             )
         hardware = preset(name, ranks_per_node=ranks, memory_bytes=float(described.total_memory))
         words = f"this machine, {ranks} {described.name}"
-        return Machine(hardware=hardware, num_nodes=1, words=words, source=f"preset {name}", on_cpu=False, is_here=True)
+        return Machine(hardware=hardware, num_nodes=1, words=words, source=f"preset {name}", on_cpu=False)
     threads = max(1, usable_cores() // ranks)
     words = f"this machine, {ranks} rank{'s' * (ranks > 1)} of {threads} CPU thread{'s' * (threads > 1)}"
     hardware = measured_cpu(ranks, threads)
     rate = f"products measured at {hardware.flops_per_s / 1e9:.0f} GFLOP/s a rank, the rest assumed"
-    return Machine(hardware=hardware, num_nodes=1, words=words, source=rate, on_cpu=True, is_here=True)
+    return Machine(hardware=hardware, num_nodes=1, words=words, source=rate, on_cpu=True)
 
 
 def measured_cpu(ranks: int, threads: int) -> Hardware:
@@ -185,8 +181,8 @@ def measured_cpu(ranks: int, threads: int) -> Hardware:
     torch.set_num_threads(threads)
     try:
         matrix, block = torch.randn(_MATRIX, _MATRIX), torch.zeros(1 << 24, dtype=torch.uint8)
-        product_s = _shortest(lambda: torch.mm(matrix, matrix))
-        copy_s = _shortest(lambda: block.clone())
+        product_s = min(timeit.repeat(lambda: torch.mm(matrix, matrix), number=1, repeat=7))
+        copy_s = min(timeit.repeat(block.clone, number=1, repeat=7))
     finally:
         torch.set_num_threads(before)
     copied = block.numel() / copy_s / ranks
@@ -208,15 +204,6 @@ def measured_cpu(ranks: int, threads: int) -> Hardware:
         memory_bytes=max(1.0, free),
         host_memory_bytes=float(available_memory()),
     )
-
-
-def _shortest(call: Any) -> float:
-    seconds = []
-    for _ in range(7):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 def _run_on(config: Mapping[str, Any], machine: Machine) -> tuple[PlannedRun, list[str]]:
