@@ -104,15 +104,13 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
 def _export(arguments: argparse.Namespace, console: Console) -> int:
     file = newest_file(arguments.path)
     if file is not None:
-        written = checkpoints.export_file(file, arguments.target)
-        console.print(f"{arguments.target}: {_size(written)} of {file.name}{_tokenizer(arguments)}", soft_wrap=True)
-        return 0
-    checkpoint = checkpoints.resolve(arguments.path)
-    written = checkpoints.export(checkpoint, arguments.target)
-    is_window = checkpoint.first_step < checkpoint.step
-    what = f", the model after step {checkpoint.first_step}" if is_window else ""
-    where = f"{checkpoint.path.name}{what}{_tokenizer(arguments)}"
-    console.print(f"{arguments.target}: {_size(written)} of {where}", soft_wrap=True)
+        written, what = checkpoints.export_file(file, arguments.target), file.name
+    else:
+        checkpoint = checkpoints.resolve(arguments.path)
+        written, what = checkpoints.export(checkpoint, arguments.target), checkpoint.path.name
+        if checkpoint.first_step < checkpoint.step:
+            what += f", the model after step {checkpoint.first_step}"
+    console.print(f"{arguments.target}: {_size(written)} of {what}{_tokenizer(arguments)}", soft_wrap=True)
     return 0
 
 
