@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
@@ -287,17 +287,17 @@ class SavedState:
         self._dynamic: DynamicKRule | None = None
         if policy.plt_threshold is not None and self.partial:
             ahead = interval_steps if policy.plt_lookahead else 0
-            predicted = partial(self._predicted_plt, interval=ahead, total_steps=planned_steps)
+
+            def predicted(k: int) -> float:
+                copied = max(k, self.k_snapshot)
+                return worst_case_plt(
+                    num_experts=experts, k=k, k_snapshot=copied, interval=ahead, total_steps=planned_steps
+                )
+
             self._dynamic = DynamicKRule(
                 k0=self.k_persist, num_experts=experts, predicted_plt=predicted, threshold=policy.plt_threshold
             )
             self._raise_k()
-
-    def _predicted_plt(self, k: int, *, interval: int, total_steps: int) -> float:
-        copied = max(k, self.k_snapshot)
-        return worst_case_plt(
-            num_experts=self.shape[1], k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
-        )
 
     @property
     def shape(self) -> tuple[int, int]:

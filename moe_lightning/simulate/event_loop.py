@@ -132,6 +132,12 @@ class _Run:
         return self.accounts.now_ns
 
     @property
+    def _active(self) -> SimulatedWorld:
+        """The world that trains."""
+        assert self.world is not None
+        return self.world
+
+    @property
     def policy(self) -> Policy:
         return self.scenario.policy
 
@@ -171,8 +177,7 @@ class _Run:
 
     def _train(self, until_ns: int) -> None:
         """Run whole steps up to what is due next, and a part of one up to the time given."""
-        assert self.world is not None
-        nodes, live = len(self.world.nodes), len(self.live)
+        nodes, live = len(self._active.nodes), len(self.live)
         samples = self.scenario.workload.samples_per_step(self.model.ranks(nodes))
         while self.now_ns < until_ns and self.now_ns >= self._ready_ns:
             step, now_ns = self._step, self.now_ns
@@ -199,18 +204,16 @@ class _Run:
         if self._due.get("rebalance", step + 1) <= step:
             self._rebalance()
         if self._due.get("memory", step + 1) <= step:
-            assert self.world is not None
-            self.saved.note_snapshot(self.accounts.mark(), self.world.nodes, self.world.writers_LE)
+            self.saved.note_snapshot(self.accounts.mark(), self._active.nodes, self._active.writers_LE)
             self._due["memory"] = step + (self.policy.memory_interval_steps or 1)
         if self._due.get("save", step + 1) <= step:
             self._save()
 
     def _set_cost(self) -> None:
         """The time of a step under the routing of now, with what snapshots add to each."""
-        assert self.world is not None
-        step = self.accounts.step
+        world, step = self._active, self.accounts.step
         routing = self.scenario.routing
-        cost = self.model.cost(len(self.world.nodes), self.world.sample, routing.sample(step), is_slow=self._is_slow)
+        cost = self.model.cost(len(world.nodes), world.sample, routing.sample(step), is_slow=self._is_slow)
         self._step = _RunningStep(cost=cost, duration_ns=max(1, round((cost.step_s + self._memory_stall_s(cost)) * NS)))
         following = routing.next_change(step)
         never = 1 << 62
@@ -247,7 +250,6 @@ class _Run:
 
     def _save(self) -> None:
         """A checkpoint of the state after this step."""
-        assert self.world is not None
         save, step = self._save_cost(*self.saved.next_k()), self.accounts.step
         mark, self._opened = self._opened or self.accounts.mark(), None
         if step < mark.step + len(save.copies_s) - 1:  # a window begins, and counts with its last snapshot
@@ -255,22 +257,18 @@ class _Run:
             return
         self.saved.commit_written(self.now_ns)
         self._record()
+        stall_s = stall_of(save.copies_s, self._step.cost.overlap_s)
         if self.policy.saving == "blocking":
-            stall_s = written_s = save.snapshot_s + save.persist_s
-        else:
-            stall_s = stall_of(save.copies_s, self._step.cost.overlap_s)
-            written_s = save.snapshot_s + save.persist_s
+            stall_s = save.snapshot_s + save.persist_s
         stall_ns = round(stall_s * NS)
-        self._begin_save(save, written_s, mark)
+        self._begin_save(save, mark)
         self._due["save"] = max(step + 1, mark.step + self._effective_interval(save, self._step.duration_ns))
         self._ready_ns = max(self._ready_ns, self.now_ns) + stall_ns  # a rebalancing may have come before
         self.history.stall_ns += stall_ns
 
-    def _begin_save(self, save: SaveCost, written_s: float, mark: Mark) -> None:
-        assert self.world is not None
-        done_ns = self.now_ns + round(written_s * NS)
-        writers = self.world.writers_LE
-        self.saved.begin(mark, self.world.nodes, writers, done_ns=done_ns, nbytes=save.persist_bytes)
+    def _begin_save(self, save: SaveCost, mark: Mark) -> None:
+        world, done_ns = self._active, self.now_ns + round((save.snapshot_s + save.persist_s) * NS)
+        self.saved.begin(mark, world.nodes, world.writers_LE, done_ns=done_ns, nbytes=save.persist_bytes)
 
     def _effective_interval(self, save: SaveCost, step_ns: int) -> int:
         """Storage must have finished one checkpoint before the next begins (MoC 5.3)."""
@@ -279,10 +277,9 @@ class _Run:
 
     def _record(self) -> None:
         """Tell the ledger what was trained since the last time."""
-        assert self.world is not None
         steps = self.accounts.take_unrecorded()
         if steps and self.saved.partial:
-            ranks = self.model.ranks(len(self.world.nodes))
+            ranks = self.model.ranks(len(self._active.nodes))
             routing = self.scenario.routing
             loads = routing.loads(routing.sample(self.accounts.step)).astype(np.float64)
             workload = self.scenario.workload
@@ -291,12 +288,11 @@ class _Run:
 
     def _rebalance(self) -> None:
         """Experts move to where the present routing wants them."""
-        assert self.world is not None
         self._due["rebalance"] = self.accounts.step + self.policy.rebalance_every
         sample = self.scenario.routing.sample(self.accounts.step)
-        if sample == self.world.sample:
+        if sample == self._active.sample:
             return
-        following = self.worlds.plan(self.world.nodes, sample)
+        following = self.worlds.plan(self._active.nodes, sample)
         moving_s, _ = self.worlds.migration(following)
         self.world = following
         self.worlds.hold(following)
@@ -363,14 +359,12 @@ class _Run:
 
     def _take_in(self) -> None:
         """Nodes that have joined become part of the world at the end of the running step, which is not waited for."""
-        assert self.world is not None
-        if self.model.usable_nodes(len(self.live)) <= len(self.world.nodes):
+        if self.model.usable_nodes(len(self.live)) <= len(self._active.nodes):
             return
         self.accounts.abort_step()
         self._record()
         if not self.policy.live_recovery and self.policy.saving != "none":  # saved on purpose before the restart
-            save = self._save_cost(*self.saved.next_k())
-            self._begin_save(save, save.snapshot_s + save.persist_s, self.accounts.mark())
+            self._begin_save(self._save_cost(*self.saved.next_k()), self.accounts.mark())
         self._form(sorted(self.live), "join", 0)
 
     def _form(self, available: Sequence[int], source: str, lost_steps: int) -> None:

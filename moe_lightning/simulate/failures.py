@@ -17,7 +17,7 @@ from annotated_types import Interval
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import MOST_BYTES, check_regular, open_text
+from moe_lightning.files import open_text
 
 _MILLISECONDS = re.compile(r"\s*[0-9]{1,15}\s*")
 _LONGEST_LINE = 100
@@ -89,17 +89,14 @@ class Failures:
             return [start]
         rng = np.random.default_rng(seed)
         if self.kind == "periodic":
-            return [start, *self._periodic(num_nodes, end_ns, rng)]
+            period_ns = round(self.period_s * NS)
+            strikes = ((time_ns, None) for time_ns in range(period_ns, end_ns, period_ns))
+            return [start, *self._strikes(num_nodes, strikes, end_ns, rng)]
         return [start, *self._drawn(num_nodes, end_ns, rng)]
 
-    def _periodic(self, num_nodes: int, end_ns: int, rng: np.random.Generator) -> Iterator[Event]:
-        period_ns = round(self.period_s * NS)
-        return self._strikes(num_nodes, ((t, None) for t in range(period_ns, end_ns, period_ns)), end_ns, rng)
-
     def _drawn(self, num_nodes: int, end_ns: int, rng: np.random.Generator) -> Iterator[Event]:
-        scale_ns = self.node_mtbf_hours * 3600 * NS / math.gamma(1 + 1 / self.shape)
         shape = self.shape if self.kind == "weibull" else 1.0
-        scale_ns = scale_ns if self.kind == "weibull" else self.node_mtbf_hours * 3600 * NS
+        scale_ns = self.node_mtbf_hours * 3600 * NS / math.gamma(1 + 1 / shape)
         queue = [(round(x), node) for node, x in enumerate((scale_ns * rng.weibull(shape, num_nodes)).tolist())]
         heapq.heapify(queue)
 
@@ -160,10 +157,10 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
     changes: list[tuple[int, str, int]] = []
     last_ms = 0
     try:
-        check_regular(path, most_bytes=MOST_BYTES)
+        file = open_text(path)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror}): give another trace") from error
-    with open_text(path) as file:
+    with file:
         for line, row in enumerate(_rows(file, path), start=1):
             time_ms, action, node = _parsed(row, f"{path}, line {line}")
             number = numbers.setdefault(node, len(numbers))

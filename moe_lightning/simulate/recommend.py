@@ -24,7 +24,7 @@ from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.mesh_search import ROOM, MeshAdvice, search_mesh
 from moe_lightning.simulate.policy import Policy
-from moe_lightning.simulate.scenario import Report, Scenario
+from moe_lightning.simulate.scenario import Report, Scenario, model_of
 from moe_lightning.simulate.step_model import StepModel
 from moe_lightning.text_table import table
 
@@ -183,7 +183,6 @@ def _candidate(
     if "slots" not in fixed:
         policy = replace(policy, slots=_slots(replace(scenario, policy=policy)))
     assert policy.slots is not None
-    ranks = scenario.num_nodes * scenario.hardware.ranks_per_node
     possible = affordable_replicas(
         scenario.workload.num_experts,
         slots=_stage_ranks(scenario) * policy.slots,
@@ -198,7 +197,7 @@ def _candidate(
     kinds = [policy.lossless] if fixed.keys() & {"lossless", "k_persist", "scopes", "saving"} else [False, True]
     ways: list[tuple[Policy, Report]] = []
     for lossless in kinds:
-        way = _checkpoints(replace(scenario, policy=replace(policy, lossless=lossless)), ranks, fixed)
+        way = _checkpoints(replace(scenario, policy=replace(policy, lossless=lossless)), fixed)
         interval = way.interval_steps or 1
         periods = [way.rebalance_every] if "rebalance_every" in fixed or ways else _REBALANCE_PERIODS
         way, _ = _best(scenario, way, "rebalance_every", periods)
@@ -258,15 +257,15 @@ def _slots(scenario: Scenario) -> int:
     return next(slots for slots, step_s in seconds.items() if step_s <= 1.01 * best)
 
 
-def _checkpoints(scenario: Scenario, ranks: int, fixed: Mapping[str, Any]) -> Policy:
+def _checkpoints(scenario: Scenario, fixed: Mapping[str, Any]) -> Policy:
     """K_snapshot, K_persist and the interval by MoC-System's adaptive configuration; the interval is that of the K that
     are fixed.
     """
     policy, work = scenario.policy, scenario.workload
     fixed_k = {name: getattr(policy, name) or work.num_experts for name in ("k_snapshot", "k_persist") if name in fixed}
     least = fixed_k.get("k_persist", 1)  # what is written is copied
-    nodes = ranks // scenario.hardware.ranks_per_node
-    cost = StepModel(work, scenario.hardware, policy, scenario.routing, nodes, scenario.mesh).cost(nodes, 0, 0)
+    ranks = scenario.num_nodes * scenario.hardware.ranks_per_node
+    cost = model_of(scenario).cost(scenario.num_nodes, 0, 0)
     plans = {k: replace(policy, k_snapshot=k) if policy.lossless else policy for k in range(1, work.num_experts + 1)}
     costs = {k: save_cost(work, scenario.hardware, plan, ranks, k, k) for k, plan in plans.items()}
     found = adapt(

@@ -392,7 +392,7 @@ def test_a_recommended_interval_is_that_of_the_given_k() -> None:
     slow = small_hardware(storage_bytes_per_s=2e7)
     for fixed in ({"k_persist": 8}, {"k_snapshot": 8, "k_persist": 8}, {"k_snapshot": 2, "k_persist": 2}):
         given = scenario("ours", failures=ALL_FAIL, hardware=slow, **fixed)
-        found = _checkpoints(given, NODES, fixed)
+        found = _checkpoints(given, fixed)
         k = fixed["k_persist"]
         assert (found.k_persist, found.k_snapshot) == (k, fixed.get("k_snapshot", k))
         model = StepModel(given.workload, slow, given.policy, given.routing, NODES)
