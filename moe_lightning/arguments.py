@@ -39,12 +39,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, instead: Mapping[str, str] | None = None, **keywords: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **keywords})
         self._instead = instead or {}
-        if not self._is_subcommand:
+        if " " not in self.prog:  # no subcommand
             self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
-
-    @property
-    def _is_subcommand(self) -> bool:
-        return " " in self.prog
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""

@@ -87,12 +87,7 @@ class Pairs:
         return np.bincount(self.ranks, weights=values, minlength=self.shape[1]).astype(np.int64)
 
 
-def boundary(total: int, parts: int, index: int) -> int:
-    """Return the start of part `index` of `cut(total, parts)`."""
-    size, larger = divmod(total, parts)
-    return index * size + min(index, larger)
-
-
 def cut(total: int, parts: int) -> tuple[int, ...]:
     """The boundaries [parts + 1] of all parts."""
-    return tuple(boundary(total, parts, index) for index in range(parts + 1))
+    size, larger = divmod(total, parts)
+    return tuple(index * size + min(index, larger) for index in range(parts + 1))

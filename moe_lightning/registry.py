@@ -42,12 +42,6 @@ class Registry(Generic[T]):
         self._makes = makes
         self._own = tuple(members)
         self._members = dict(members)
-        self._plugins: dict[str, T] = {}
-
-    @property
-    def group(self) -> str:
-        """Group of the kind's entry points."""
-        return f"moe_lightning.{self.kind}"
 
     def __iter__(self) -> Iterator[str]:
         """This package's names."""
@@ -81,11 +75,9 @@ class Registry(Generic[T]):
             ConfigurationError: no part has this name, several have it, it cannot be imported, or it does not fit the
                 protocol.
         """
-        if name in self._members:
-            return self._members[name]
-        if name not in self._plugins:
-            self._plugins[name] = self._plugin(name, f"{key or self.kind}={shown(name)}")
-        return self._plugins[name]
+        if name not in self._members:
+            self._members[name] = self._plugin(name, f"{key or self.kind}={shown(name)}")
+        return self._members[name]
 
     def make(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the part of a name with these arguments and check what it returns.
@@ -105,7 +97,7 @@ class Registry(Generic[T]):
     def _plugin(self, name: str, what: str) -> T:
         from importlib.metadata import entry_points  # takes a while, and few runs have plugins
 
-        entries = set(entry_points(group=self.group))
+        entries = set(entry_points(group=f"moe_lightning.{self.kind}"))
         chosen = sorted((entry for entry in entries if entry.name == name), key=lambda entry: entry.value)
         if not chosen:
             names = [*self._members, *sorted({entry.name for entry in entries} - self._members.keys())]

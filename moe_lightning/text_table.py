@@ -27,15 +27,18 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     return "\n".join([title] * bool(title) + [line.rstrip() for line in lines])
 
 
-def in_columns(text: str, *, indent: int = 7) -> str:
+_INDENT = 7
+"""Columns of the word that a line of a headline begins with."""
+
+
+def in_columns(text: str) -> str:
     """The lines of a headline, broken at words where a terminal has fewer columns; as they are elsewhere.
 
     Args:
         text: lines that begin with a word in a column of its own.
-        indent: columns of that word.
     """
     if not sys.stdout.isatty():
         return text
-    width = max(shutil.get_terminal_size().columns, 2 * indent)
-    options: dict[str, Any] = {"subsequent_indent": " " * indent, "break_long_words": False, "break_on_hyphens": False}
+    width = max(shutil.get_terminal_size().columns, 2 * _INDENT)
+    options: dict[str, Any] = {"subsequent_indent": " " * _INDENT, "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(textwrap.fill(line, width, **options) for line in text.splitlines())

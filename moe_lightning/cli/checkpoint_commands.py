@@ -171,7 +171,7 @@ def _edit(arguments: argparse.Namespace, console: Console) -> int:
     loss = "not measured: it needs the run's config.yaml and --batches above 0"
     if report.losses is not None:
         before, after = report.losses
-        loss = f"{before:.6f} -> {after:.6f}, {report.batches} batches at most"
+        loss = f"{before:.6f} -> {after:.6f}, {arguments.batches} batches at most"
     facts = _facts(
         ("experts of a layer", f"{report.experts[0]} -> {report.experts[1]}"),
         ("validation loss", loss),

@@ -145,12 +145,10 @@ class EditReport:
     Attributes:
         experts: of a layer, before and after.
         losses: validation loss of the same batches, before and after; None: the checkpoint's run is not known.
-        batches: that it was measured on.
     """
 
     experts: tuple[int, int]
     losses: tuple[float, float] | None
-    batches: int
 
 
 def edit_file(
@@ -190,7 +188,6 @@ def edit_file(
     return EditReport(
         experts=(num_experts, len(tables[0])),
         losses=None if config is None or before is None else (before, _loss(target, config, batches)),
-        batches=batches,
     )
 
 

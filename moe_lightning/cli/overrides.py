@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -172,13 +173,10 @@ class _Reader:
         self.vocabulary = vocabulary
         self._top = top
         self._known_keys = known_keys
-        self._known: set[str] | None = None
 
-    @property
+    @cached_property
     def known(self) -> set[str]:
-        if self._known is None:
-            self._known = set(self._known_keys())
-        return self._known
+        return set(self._known_keys())
 
     def knows(self, key: str) -> bool:
         """True if a setting of this key can be read."""

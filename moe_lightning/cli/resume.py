@@ -29,7 +29,10 @@ from moe_lightning.hub import TOKENIZER
 _UNCHANGEABLE = ("model", "data.tokenizer", "data._target_", "optimizer._target_", "module._target_")
 _ORIGINAL = "model.pretrained"
 _ON_REQUEST = ("optimizer", "data", "seed", _ORIGINAL)
-_FREE_OF_DATA = ("num_workers", "cache_dir", "val_samples", "seed", "context_length")  # the last two are set elsewhere
+_FREE_OF_DATA = tuple(
+    f"data.{name}"
+    for name in ("num_workers", "cache_dir", "val_samples", "seed", "context_length")  # the last two are set elsewhere
+)
 _UNLISTED = (
     "run_name",
     "run_dir",
@@ -64,7 +67,7 @@ class SettingChange:
     @property
     def is_on_request(self) -> bool:
         """True if the checkpoint would silently keep the former value, or the run would see other samples."""
-        return is_below(self.key, _ON_REQUEST) and not is_below(self.key, _below("data", _FREE_OF_DATA))
+        return is_below(self.key, _ON_REQUEST) and not is_below(self.key, _FREE_OF_DATA)
 
     def __str__(self) -> str:
         return f"{self.key} {shown(self.former)} -> {shown(self.given)}"
@@ -257,7 +260,3 @@ def _in_both(former: Mapping[str, Any], given: Mapping[str, Any], prefix: str = 
 
 def _moved(value: Any, former: str, given: str) -> Any:
     return value.replace(former, given, 1) if isinstance(value, str) and value.startswith(former) else value
-
-
-def _below(group: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{group}.{name}" for name in names)

@@ -186,19 +186,16 @@ class _File:
 
     def dense(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the model."""
-        return self._tensor(name)
-
-    def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
-        """The stack [E, ...] of one parameter of an MoE layer: its place among these, and its name in the model."""
-        return self._tensor(f"{layer}.experts.{name}")
-
-    def _tensor(self, name: str) -> Tensor:
         if f"{_MODEL}{name}" not in self._state:
             raise CheckpointError(
                 f"{self.path} has no tensor {_MODEL + name!r}: it does not belong to its configuration"
             )
         tensor: Tensor = self._state[f"{_MODEL}{name}"]
         return tensor
+
+    def experts(self, index: int, layer: str, name: str, num_experts: int) -> Tensor:
+        """The stack [E, ...] of one parameter of an MoE layer: its place among these, and its name in the model."""
+        return self.dense(f"{layer}.experts.{name}")
 
 
 class _Directory:

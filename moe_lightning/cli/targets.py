@@ -122,14 +122,11 @@ def _typed_targets(words: Sequence[str]) -> Iterator[str]:
 
 
 def _targets_in(node: Any) -> Iterator[Any]:
-    if isinstance(node, Mapping):
-        for name, child in node.items():
-            if str(name).rpartition(".")[2] == TARGET:
-                yield from (getattr(one, "text", one) for one in (child if isinstance(child, list) else [child]))
-            else:
-                yield from _targets_in(child)
-    elif isinstance(node, list):
-        for child in node:
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        if str(name).rpartition(".")[2] == TARGET:
+            yield from (getattr(one, "text", one) for one in (child if isinstance(child, list) else [child]))
+        else:
             yield from _targets_in(child)
 
 

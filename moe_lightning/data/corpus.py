@@ -228,11 +228,12 @@ def prepare_corpora(
                 )
         elif source.is_text:
             folder = _tokenized(source, cache, content, end_of_document)
-            found = _folder_corpus(source, folder, folder.header.digest, val_fraction, end_of_document)
+            found = _folder_corpus(source, folder, val_fraction, end_of_document)
         else:
             folder = open_token_folder(source.path)
             _check_tokenizer_of(folder, spec, content)
-            found = _folder_corpus(source, folder, _verified(folder, cache), val_fraction, end_of_document)
+            _verify(folder, cache)
+            found = _folder_corpus(source, folder, val_fraction, end_of_document)
         corpora.append(found)
     _check_ends(corpora)
     return tuple(corpora)
@@ -406,12 +407,10 @@ def _checked_vocab_size(source: str, span: TokenSpan, tokenizer: str, low: int, 
     return vocab_size
 
 
-def _folder_corpus(
-    source: DataSource, folder: TokenFolder, digest: str, val_fraction: float, end_of_document: int | None
-) -> Corpus:
+def _folder_corpus(source: DataSource, folder: TokenFolder, val_fraction: float, end_of_document: int | None) -> Corpus:
     header = folder.header
     dtype = np.dtype(header.dtype).newbyteorder("<").str
-    span = TokenSpan(path=folder.tokens, dtype=dtype, offset_bytes=0, count=header.num_tokens, digest=digest)
+    span = TokenSpan(path=folder.tokens, dtype=dtype, offset_bytes=0, count=header.num_tokens, digest=header.digest)
     train, val = _split(source, span, val_fraction)
     if None not in (header.end_of_document, end_of_document) and header.end_of_document != end_of_document:
         raise ConfigurationError(
@@ -438,8 +437,8 @@ def _check_tokenizer_of(folder: TokenFolder, spec: str, content: str | None) -> 
         )
 
 
-def _verified(folder: TokenFolder, cache: Path) -> str:
-    """The digest of the tokens, which are read once.
+def _verify(folder: TokenFolder, cache: Path) -> None:
+    """Compare the tokens with their digest and vocabulary; they are read once.
 
     Raises:
         ConfigurationError: they are damaged.
@@ -452,7 +451,6 @@ def _verified(folder: TokenFolder, cache: Path) -> str:
         raise ConfigurationError(
             f"{folder.path} holds token {known['high']}, outside its vocabulary of {header.vocab_size}; tokenize again."
         )
-    return header.digest
 
 
 # ---------------------------------------------------------------------- text

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_lightning.arrays import boundary, cut
+from moe_lightning.arrays import cut
 from moe_lightning.data.sampler import DummyIndices, StepSampler
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
@@ -113,7 +113,6 @@ def test_parts_are_even_and_complete(total: int, parts: int) -> None:
     assert len(sizes) == parts
     assert sum(sizes) == total
     assert bounds[0] == 0
-    assert bounds == tuple(boundary(total, parts, index) for index in range(parts + 1))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
 
