@@ -34,10 +34,16 @@ def missing_for_logger(logger: str, package: str) -> ConfigurationError:
     )
 
 
+def printable(text: str) -> str:
+    """A text with escapes in the place of characters that are not shown: some control a terminal."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def one_line(message: object) -> str:
-    """A message of any shape as one line; paragraphs after the first are advice on other libraries' options and go."""
-    first = str(message).strip().split("\n\n")[0]
-    return " ".join(word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}..." for word in first.split())
+    """A message of any shape as one printable line; paragraphs after the first are advice on other libraries' options
+    and go."""
+    words = str(message).strip().split("\n\n")[0].split()
+    return printable(" ".join(word if len(word) <= _LONGEST_WORD else f"{word[:_LONGEST_WORD]}..." for word in words))
 
 
 def sentence_of(error: BaseException) -> str | None:

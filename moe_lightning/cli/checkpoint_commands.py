@@ -22,6 +22,7 @@ from moe_lightning.cli.saved_model import checkpoints_of
 from moe_lightning.cli.serving import form_of, measured_counts, plan_serving
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.text_table import table
+from moe_lightning.user_errors import printable
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -71,10 +72,16 @@ def _carries_on(manifest: Manifest) -> str:
     return manifest.previous or "nothing: every expert is of this session's first checkpoint"
 
 
+def _print(console: Console, line: str) -> None:
+    """Print a line, which may hold names of a checkpoint from elsewhere."""
+    console.print(printable(line), soft_wrap=True)
+
+
 def _facts(*rows: tuple[str, str]) -> Text:
     """Lines of a name and a value, which no width of a terminal shortens."""
     width = max(len(name) for name, _ in rows)
-    return Text("\n").join(Text.assemble((f"{name:<{width}}", "bold"), f"  {value}") for name, value in rows)
+    lines = (Text.assemble((f"{name:<{width}}", "bold"), f"  {printable(value)}") for name, value in rows)
+    return Text("\n").join(lines)
 
 
 def _facts_of_file(summary: FileSummary) -> Text:
@@ -97,7 +104,7 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
     verdicts = checkpoints.verify_all(arguments.path)
     for verdict in verdicts:
         found = "pruned meanwhile" if verdict.is_pruned else verdict.problem or "whole"
-        console.print(f"{verdict.name}: {found}", soft_wrap=True)
+        _print(console, f"{verdict.name}: {found}")
     return 1 if any(verdict.problem for verdict in verdicts) else 0
 
 
@@ -110,7 +117,7 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
         written, what = checkpoints.export(checkpoint, arguments.target), checkpoint.path.name
         if checkpoint.first_step < checkpoint.step:
             what += f", the model after step {checkpoint.first_step}"
-    console.print(f"{arguments.target}: {_size(written)} of {what}{_tokenizer(arguments)}", soft_wrap=True)
+    _print(console, f"{arguments.target}: {_size(written)} of {what}{_tokenizer(arguments)}")
     return 0
 
 
@@ -125,7 +132,7 @@ def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
 
     alone = arguments.adapter
     written = export_checkpoint(arguments.path, arguments.target, dtype=arguments.dtype, adapter_alone=alone)
-    console.print(f"{arguments.target}: {_size(written)} for {'peft' if alone else 'transformers'}", soft_wrap=True)
+    _print(console, f"{arguments.target}: {_size(written)} for {'peft' if alone else 'transformers'}")
     return 0
 
 
@@ -133,7 +140,7 @@ def _export_gguf(arguments: argparse.Namespace, console: Console) -> int:
     from moe_lightning.cli.huggingface import export_gguf
 
     written = export_gguf(arguments.path, arguments.target, dtype=arguments.dtype)
-    console.print(f"{arguments.target}: {_size(written)} for llama.cpp", soft_wrap=True)
+    _print(console, f"{arguments.target}: {_size(written)} for llama.cpp")
     return 0
 
 
@@ -145,10 +152,10 @@ def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
     plan = plan_serving(counts_LE, arguments.ranks, arguments.slots)
     form = form_of(plan, experts, arguments.dense_layers)
     arguments.target.write_text(json.dumps(form))
-    console.print(
+    _print(
+        console,
         f"{arguments.target}: {layers} layers of {experts} experts on {arguments.ranks} ranks of {arguments.slots}, "
         f"busiest rank over mean {plan.imbalance_before:.2f} without replicas, {plan.imbalance_after:.2f} so",
-        soft_wrap=True,
     )
     return 0
 
@@ -196,7 +203,7 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
             f"deleted: raise --keep, and see moe-ckpt verify {shlex.quote(str(arguments.path))}"
         )
     removed = prune_all_but(arguments.path, arguments.keep)
-    console.print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete", soft_wrap=True)
+    _print(console, f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete")
     return 0
 
 
@@ -209,7 +216,7 @@ def _clean(arguments: argparse.Namespace, console: Console) -> int:
         facts = [_size(orphan.nbytes), f"checkpoints in {orphan.root or 'a place that is not recorded'}"]
         if orphan.unwritten is not None:
             facts.append(f"its snapshot of step {orphan.unwritten} was never written: the same run would write it")
-        console.print(f"{orphan.path}: {', '.join([*facts, *orphan.problems])}", soft_wrap=True)
+        _print(console, f"{orphan.path}: {', '.join([*facts, *orphan.problems])}")
     if not found:
         console.print("no snapshots of dead runs")
     elif not arguments.yes:

@@ -31,7 +31,7 @@ from annotated_types import Interval
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from moe_lightning.user_errors import sentence_of_memory
+from moe_lightning.user_errors import one_line, printable, sentence_of_memory
 
 if TYPE_CHECKING:
     from moe_lightning.checkpoint.storage.interface import Place
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(arguments, Console(highlight=False, markup=False, emoji=False))
     except (ConfigurationError, MissingCheckpointError) as error:
-        print(f"moe-ckpt: error: {error}", file=sys.stderr)
+        print(f"moe-ckpt: error: {one_line(error)}", file=sys.stderr)
         return 2
     except CheckpointError as error:
-        print(f"moe-ckpt: error: {error}", file=sys.stderr)
+        print(f"moe-ckpt: error: {one_line(error)}", file=sys.stderr)
         return 1
     except (MemoryError, RuntimeError) as error:
         sentence = sentence_of_memory(error)
@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe-ckpt: error: {sentence}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"moe-ckpt: error: {error.filename or getattr(arguments, 'path', '')}: {error.strerror}", file=sys.stderr)
+        path = error.filename or getattr(arguments, "path", "")
+        print(f"moe-ckpt: error: {printable(str(path))}: {error.strerror}", file=sys.stderr)
         return 2
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import resolve, scope_bytes, verify_all
 from moe_lightning.checkpoint.loader import Checkpoint
+from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.cli import checkpoint_commands, ckpt
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory
@@ -48,6 +51,19 @@ def test_inspect_shows_versions_and_sizes(root: Path, capsys: pytest.CaptureFixt
     assert sum(scope_bytes(manifest).values()) == manifest.payload_bytes > manifest.new_bytes
     assert main(["inspect", str(root / "step-00000001")]) == 0
     assert "every expert is of this session's first checkpoint" in capsys.readouterr().out
+
+
+def test_names_of_a_checkpoint_control_no_terminal(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\x9b31m"
+    inside, outside = root / "step-00000001", root.parent / "moved" / "step-00000001"
+    manifest = replace(resolve(inside).manifest, run=evil, session=evil, previous=evil)
+    inside.joinpath(MANIFEST).write_bytes(manifest.dump())
+    shutil.copytree(inside, outside)
+    for path, code in ((outside, 0), (inside, 1), (root / evil, 2)):  # whole, of another run, missing
+        assert main(["inspect", str(path)]) == code
+        told = "".join(capsys.readouterr())
+        assert "\\x1b[2J" in told
+        assert told.replace("\n", "").isprintable()
 
 
 def test_verify_names_the_bad_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
