@@ -1,7 +1,7 @@
-"""Loggers of a run: CSV, TensorBoard and Weights & Biases, with partial checkpoints as W&B artifacts.
+"""Loggers of a run: CSV, TensorBoard, MLflow and Weights & Biases, with partial checkpoints as W&B artifacts.
 
-Their files begin with the first metrics, so that a command that is refused before it trains leaves no empty run. W&B
-never prompts: without a login it works offline. MLflow and Comet are Lightning's own loggers (conf/logger).
+Files begin with the first metrics, so that a command that is refused before it trains leaves no empty run. W&B
+never prompts: without a login it works offline. Comet is Lightning's own logger (conf/logger).
 
 Checkpoints are artifacts of W&B with their lineage. Lightning's `log_model` takes files only; here a checkpoint is a
 file, a directory of `PartialExpertsCheckpoint`, which keeps its name in the artifact so that `resume=` takes a
@@ -29,7 +29,7 @@ import numpy as np
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -149,6 +149,21 @@ class TensorBoard(DeferredLogger, TensorBoardLogger):
         if find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
             raise missing_for_logger("tensorboard", "tensorboard")
         super().__init__(save_dir=save_dir, name="tensorboard", version="")
+
+
+@validated
+class MLflow(MLFlowLogger):
+    """Lightning's MLFlowLogger. Its address may hold a password, and the configuration goes into files and reports, so
+    it is read from the environment here.
+
+    Args:
+        tracking_uri: of the server or database; None: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db.
+        options: passed to MLFlowLogger.
+    """
+
+    def __init__(self, *, tracking_uri: str | None = None, **options: Any) -> None:
+        address = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        super().__init__(tracking_uri=address, **options)
 
 
 @validated

@@ -5,16 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.loggers import MLFlowLogger
 
 from moe_lightning.callbacks import loggers
 from moe_lightning.callbacks.loggers import CSV, TensorBoard
+from moe_lightning.cli.composition import build_object
 from moe_lightning.errors import ConfigurationError
+from tests.unit.test_cli_validation import composed
 
 
 def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'moe-lightning\[tensorboard\]'"):
         TensorBoard(save_dir=tmp_path)
+
+
+def test_the_address_of_mlflow_is_in_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "postgresql://user:password@host/db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    node = composed("logger=mlflow")["logger"]["mlflow"]
+    assert "password" not in str(node)
+    given: dict[str, object] = {}
+    monkeypatch.setattr(MLFlowLogger, "__init__", lambda self, **options: given.update(options))
+    build_object(node, "logger.mlflow")
+    assert given["tracking_uri"] == address
+    build_object(node | {"tracking_uri": "sqlite:///other.db"}, "logger.mlflow")
+    assert given["tracking_uri"] == "sqlite:///other.db"
 
 
 @pytest.mark.parametrize("kind", [CSV, TensorBoard])
