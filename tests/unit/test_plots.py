@@ -182,6 +182,17 @@ def test_every_picture_is_drawn_and_named(run: Path, capsys: pytest.CaptureFixtu
     assert {Path(line).stem for line in capsys.readouterr().out.splitlines()} == ALL
 
 
+def test_pictures_follow_a_link_only_where_it_is_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = run / "elsewhere"
+    elsewhere.mkdir()
+    (run / "pictures").symlink_to(elsewhere)
+    assert main(["plot", str(run)]) == 2
+    assert "pictures is a link" in capsys.readouterr().err
+    assert not [*elsewhere.iterdir()]
+    assert main(["plot", str(run), "--out", str(run / "pictures")]) == 0
+    assert {path.stem for path in elsewhere.iterdir()} == ALL
+
+
 def test_the_later_start_counts_where_steps_were_repeated(run: Path) -> None:
     metrics = plot.read_metrics([run / "csv" / f"version_{version}" / "metrics.csv" for version in (2, 10)])
     assert metrics["moe/layer00/rank_imbalance_ratio"] == {11: 1.0, 21: 4.0}
