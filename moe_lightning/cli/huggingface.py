@@ -212,10 +212,10 @@ class _Trained:
         return dense, _stacks(self.source, self.architecture)
 
 
-def _stacks(source: SavedModel, architecture: Architecture) -> Iterator[dict[str, Tensor]]:
-    """The stacks [E, ...] of one block after the other."""
+def _stacks(source: SavedModel, architecture: Architecture, prefix: str = "") -> Iterator[dict[str, Tensor]]:
+    """The stacks [E, ...] of one block after the other, those whose names begin so."""
     for index, (block, layer) in enumerate(architecture.layers.items()):
-        names = layer.experts.stacked_parameters()
+        names = [name for name in layer.experts.stacked_parameters() if name.startswith(prefix)]
         yield {name: source.experts(index, f"{block}.moe", name, layer.num_experts) for name in names}
 
 
@@ -275,9 +275,7 @@ class _Adapted:
 
     def expert_adapters(self) -> Iterator[dict[str, Tensor]]:
         """Adapters of each block's experts, in order, as stacks [E, ...]."""
-        for index, (block, layer) in enumerate(self._architecture.layers.items()):
-            names = [name for name in layer.experts.stacked_parameters() if name.startswith("lora_")]
-            yield {name: self._source.experts(index, f"{block}.moe", name, layer.num_experts) for name in names}
+        return _stacks(self._source, self._architecture, "lora_")
 
     def dense(self) -> dict[str, Tensor]:
         """The tensors outside of experts, by their names in the model, with the adapters added."""

@@ -49,7 +49,7 @@ class Mixture:
                 f"{sum(sizes):,} of an epoch: raise it, or leave the source out"
             )
         self._begins = np.cumsum([0, *sizes[:-1]])
-        self._slots = _spread(self.counts)
+        self._slots = np.repeat(np.arange(len(sizes), dtype=np.int16), self.counts)[spread(self.counts)]
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -92,8 +92,8 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def _spread(counts: Sequence[int]) -> NDArray[np.int16]:
-    """The source of each sample of an epoch: the k-th of n samples of a source stands at (2k + 1) / 2n of it."""
-    sources = np.repeat(np.arange(len(counts), dtype=np.int16), counts)
+def spread(counts: Sequence[int] | IntArray) -> IntArray:
+    """Return the order in which samples of sources, one source after another, are each spread evenly: the k-th of n
+    samples of a source stands at (2k + 1) / 2n of all."""
     places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-    return sources[np.argsort(places, kind="stable")]
+    return np.argsort(places, kind="stable")

@@ -30,7 +30,7 @@ from moe_lightning.data.corpus import (
 )
 from moe_lightning.data.documents import STDLIB
 from moe_lightning.data.loader import StepDataModule
-from moe_lightning.data.mixture import Mixture
+from moe_lightning.data.mixture import Mixture, spread
 from moe_lightning.data.packing import IntArray, Packed
 from moe_lightning.data.token_folder import fingerprint, is_token_folder, open_token_folder
 from moe_lightning.data.tokenizer import check_tokenizer, is_trained, tokenizer_origin
@@ -370,8 +370,7 @@ def _mingled(chosen: IntArray, sizes: Sequence[int]) -> IntArray:
         sizes: number of samples of each source.
     """
     sources = np.searchsorted(np.cumsum(sizes), chosen, side="right")
-    places = [(np.arange(count) + 0.5) / count for count in np.bincount(sources) if count]
-    return chosen[np.argsort(np.concatenate(places), kind="stable")]
+    return chosen[spread(np.bincount(sources))]
 
 
 def sources_of(source: str | Sequence[str | DataSource], text_field: str) -> tuple[DataSource, ...]:
