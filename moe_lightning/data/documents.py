@@ -369,31 +369,24 @@ def text_chunks(stream: BinaryIO, path: Path) -> Document:
         while data := stream.read(_CHUNK_BYTES):
             data = rest + data
             start = len(codecs.BOM_UTF8) if at == 0 and data.startswith(codecs.BOM_UTF8) else 0
-            end = data.rfind(b"\n") + 1 or len(data) - _begun_character(data)
-            if end > start:
-                yield _checked(data[start:end], at + start)
+            lines = data[start : data.rfind(b"\n") + 1 or len(data)]
+            whole = lines[: _whole_characters(lines, at + start)]
+            if whole:
+                yield whole
+            end = start + len(whole)
             rest, at = data[end:], at + end
         if rest:
-            yield _checked(rest, at)
+            _whole_characters(rest, at, is_end=True)
+            yield rest
 
 
-def _begun_character(data: bytes) -> int:
-    """The number of bytes at the end that begin a character which goes on behind it."""
-    for length in range(1, min(3, len(data)) + 1):
-        byte = data[-length]
-        if byte & 0xC0 != 0x80:
-            needed = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return length if needed > length else 0
-    return 0
-
-
-def _checked(data: bytes, at: int) -> bytes:
+def _whole_characters(data: bytes, at: int, *, is_end: bool = False) -> int:
+    """Return the number of bytes of UTF-8 before a character that goes on behind them; at the end there is none."""
     try:
-        data.decode()
+        return codecs.utf_8_decode(data, "strict", is_end)[1]
     except UnicodeDecodeError as error:
         error.start += at
         raise
-    return data
 
 
 class _Stream(io.RawIOBase):
