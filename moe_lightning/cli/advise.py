@@ -19,7 +19,7 @@ from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.capacity import RANK_BYTES, available_memory
+from moe_lightning.cli.capacity import RANK_BYTES, available_memory, ranks_of
 from moe_lightning.cli.composition import (
     CONFIG_NAME,
     check_config,
@@ -156,7 +156,7 @@ def _this_machine(config: Mapping[str, Any]) -> Machine:
     from moe_lightning.cli.train import with_ranks
 
     trainer = with_ranks(config, external=False)["trainer"]
-    ranks = len(trainer["devices"]) if isinstance(trainer["devices"], list) else int(trainer["devices"])
+    ranks = ranks_of(trainer)
     if trainer["accelerator"] != "cpu":
         described = torch.cuda.get_device_properties(0)
         name = next((key for key in PRESETS if key.upper() in described.name.upper().replace(" ", "")), None)

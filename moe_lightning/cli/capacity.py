@@ -24,6 +24,18 @@ MOMENTS: Mapping[str, int] = {"adamw": 2, "muon": 1, "adafactor": 0}
 _TOKEN_BYTES = 8
 
 
+def ranks_of(trainer: Mapping[str, Any]) -> int:
+    """Return the ranks of a machine: their number, or that of the devices that are listed."""
+    devices = trainer["devices"]
+    return len(devices) if isinstance(devices, list) else int(devices)
+
+
+def nodes_of(config: Mapping[str, Any]) -> int:
+    """Return the machines of a run, under either launcher."""
+    nodes: int = config["trainer"].get("num_nodes", 1) * config["elastic"].get("num_nodes", 1)
+    return nodes
+
+
 def machine_memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
-from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes
+from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes, nodes_of, ranks_of
 from moe_lightning.cli.composition import build_object
 from moe_lightning.cli.footprint import PRECISIONS, TrainingShape, count_footprint
 from moe_lightning.cli.targets import located
@@ -135,13 +135,9 @@ class PlannedRun:
         experts, ranks = self.plain_workload.num_experts, max(1, self.num_ranks // self.mesh.pp)
         return min(experts, self.slots or -(-experts * min(self.replicas, ranks) // ranks))
 
-    def memory(self, *, counted: bool = True) -> RankMemory:
-        """Return the memory of the rank with most samples.
-
-        Args:
-            counted: False for the closed form.
-        """
-        work = self.workload if counted else self.plain_workload
+    def memory(self) -> RankMemory:
+        """Return the memory of the rank with most samples."""
+        work = self.workload
         if self.offloads:
             footprint = footprint_of(work)
             on_device = replace(footprint, dense=footprint.dense._replace(optimizer=0.0), dense_update=0.0)
@@ -310,15 +306,13 @@ def check_memory(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: what it needs, what is free, and what helps.
     """
-    devices, refusal = config["trainer"]["devices"], None
-    ranks_here = len(devices) if isinstance(devices, list) else int(devices)
-    nodes = config["trainer"].get("num_nodes", 1) * config["elastic"].get("num_nodes", 1)
+    ranks_here, refusal = ranks_of(config["trainer"]), None
     with suppress(ConfigurationError):
-        run = planned_run(config, ranks_here * nodes, ranks_here)
+        run = planned_run(config, ranks_here * nodes_of(config), ranks_here)
         if run is not None:
             free = free_bytes(ranks_here, on_cpu=run.training.on_cpu)
             process = RANK_BYTES if run.training.on_cpu else 0
-            roughly = run.memory(counted=False).total
+            roughly = replace(run, counts=False).memory().total
             if _CERTAIN * roughly > free - process:
                 is_near = roughly < _CERTAIN * (free - process)  # else nothing as large is built
                 refusal = memory_refusal(replace(run, counts=is_near), free - process, process)

@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning import __version__, user_errors
 from moe_lightning.arguments import with_home
-from moe_lightning.cli.capacity import check_processes
+from moe_lightning.cli.capacity import check_processes, ranks_of
 from moe_lightning.cli.composition import (
     COLLECTIONS,
     CONFIG_DIR,
@@ -735,7 +735,7 @@ def _launch(
 ) -> None:
     """Train, in this process or on ranks of its own."""
     _fetch_pretrained(config)
-    num_ranks = _num_ranks(config)
+    num_ranks = ranks_of(config["trainer"])
     arguments = [str(directory.command.absolute())]
     if elastic is not None:
         _elastic_launcher(directory, config, elastic).run(arguments)
@@ -765,17 +765,12 @@ def _print_next_steps(directory: RunDirectory, config: Mapping[str, Any]) -> Non
         print(f"\n{steps}", flush=True)
 
 
-def _num_ranks(config: Mapping[str, Any]) -> int:
-    ranks = config["trainer"]["devices"]
-    return len(ranks) if isinstance(ranks, list) else int(ranks)
-
-
 def _elastic_launcher(
     directory: RunDirectory, config: Mapping[str, Any], elastic: Mapping[str, Any]
 ) -> ElasticLauncher:
     from moe_lightning.elastic.launcher import ElasticLauncher  # imports torch
 
-    return ElasticLauncher(num_ranks=_num_ranks(config), log_dir=directory.logs, **elastic)
+    return ElasticLauncher(num_ranks=ranks_of(config["trainer"]), log_dir=directory.logs, **elastic)
 
 
 def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:

@@ -49,6 +49,8 @@ from moe_lightning.cli.capacity import (
     check_processes,
     check_sample,
     machine_memory,
+    nodes_of,
+    ranks_of,
     whole_memory,
 )
 from moe_lightning.cli.composition import build_object, check_config
@@ -225,13 +227,12 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
         ConfigurationError: the key that is too large, and how large it may be.
     """
     trainer, data = config["trainer"], config["data"]
-    devices = trainer["devices"] if isinstance(trainer["devices"], int) else len(trainer["devices"])
-    nodes = trainer.get("num_nodes", 1) * config["elastic"].get("num_nodes", 1)
+    ranks, nodes = ranks_of(trainer), nodes_of(config)
     memory = whole_memory(trainer, nodes)
-    check_processes(devices, data.get("num_workers", 0))
+    check_processes(ranks, data.get("num_workers", 0))
     if isinstance(module, GPTModule):
         state_bytes = _state_bytes(config, module.optimizer_config.name)
-        _check_gpt(module.config, memory, config["strategy"].get("slots"), devices * nodes, state_bytes)
+        _check_gpt(module.config, memory, config["strategy"].get("slots"), ranks * nodes, state_bytes)
     elif isinstance(module, SwinModule):
         _check_swin(module.config, memory, _state_bytes(config, module.optimizer_config.name))
     for name in ("num_shapes", "global_batch_size"):
