@@ -58,11 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe-bench: {stop}", file=sys.stderr)
         return 128 + stop.signal
     except Exception as error:
-        sentence = user_errors.sentence_of(error)
-        if sentence is None:
-            raise
-        print(f"moe-bench: error: {sentence}", file=sys.stderr)
-        return user_errors.EXIT_MISTAKE
+        return user_errors.report("moe-bench", error)
 
 
 def benchmarks() -> dict[str, str]:
