@@ -37,6 +37,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from torch import nn
 from torch.optim import Optimizer
@@ -689,6 +690,27 @@ def load_callbacks(trainer: pl.Trainer, dump: dict[str, Any], *, is_checkpoint: 
     if is_checkpoint:
         call._call_callbacks_on_load_checkpoint(trainer, dump)
     call._call_callbacks_load_state_dict(trainer, dump)
+
+
+def hooks_state(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what the hooks of the module and of the data module save, in a checkpoint without weights, where the
+    module loads any of it. Public names save it with all weights only.
+    """
+    saved: dict[str, Any] = {"state_dict": {}, "optimizer_states": []}
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None and (state := data.state_dict()):
+        saved[type(data).__qualname__] = state
+    if is_overridden("on_load_checkpoint", trainer.lightning_module):
+        call._call_lightning_module_hook(trainer, "on_save_checkpoint", saved)
+    return saved
+
+
+def load_hooks(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
+    """Let the hooks of the module and of the data module load what they have saved, as a resume does."""
+    call._call_lightning_module_hook(trainer, "on_load_checkpoint", saved)
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None and type(data).__qualname__ in saved:
+        data.load_state_dict(saved[type(data).__qualname__])
 
 
 MONITORED = "monitored"

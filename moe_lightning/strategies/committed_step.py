@@ -26,7 +26,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
 from moe_lightning.strategies.train_state import TrainState
 
-_LOOPS, _LOADERS, _CALLBACKS = "loops", "loaders", "callbacks"
+_LOOPS, _LOADERS, _CALLBACKS, _HOOKS = "loops", "loaders", "callbacks", "hooks"
 _SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
 _RATES, _PRECISION = "rates", "precision"
 
@@ -79,7 +79,9 @@ class FitProgress:
         return replace(self, epoch_is_over=False, lr_schedulers_next_epoch=_schedulers(trainer))
 
     def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return the progress for another rank, with the live state of the callbacks; tensors and plain values."""
+        """Return the progress for another rank, with the live state of the callbacks, and of what hooks of the module
+        and the data module save; tensors and plain values.
+        """
         progress = {
             "step": self.step,
             _LOOPS: self.loops,
@@ -89,17 +91,21 @@ class FitProgress:
             _RATES: self.rates,
             _PRECISION: self.precision,
             _CALLBACKS: private_lightning.callback_states(trainer),
+            _HOOKS: private_lightning.hooks_state(trainer),
             private_lightning.MONITORED: private_lightning.monitored(trainer),
         }
         plain, _ = PlainValues(AS_PLAIN).convert(progress)
         return dict(plain)
 
     @classmethod
-    def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_callbacks: bool) -> FitProgress:
-        """Load another rank's progress, and if this rank has nothing of the run, the state of its callbacks with what
-        they monitor.
+    def adopt(cls, dump: dict[str, Any], trainer: pl.Trainer, *, with_state: bool) -> FitProgress:
+        """Load another rank's progress.
+
+        Args:
+            with_state: load the state of callbacks and hooks, too, and what callbacks monitor: this rank has none.
         """
-        if with_callbacks:
+        if with_state:
+            private_lightning.load_hooks(trainer, dump[_HOOKS])
             private_lightning.load_callbacks(trainer, dump, is_checkpoint=False)
             private_lightning.load_monitored(trainer, dump[private_lightning.MONITORED])
         return cls(
@@ -114,9 +120,10 @@ class FitProgress:
 
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
-        """Load the progress in a checkpoint of Lightning's, with the state of the callbacks and what they monitor;
-        `restore` it, then call `with_dues`.
+        """Load the progress in a checkpoint of Lightning's, with the state of hooks and callbacks, and what callbacks
+        monitor; `restore` it, then call `with_dues`.
         """
+        private_lightning.load_hooks(trainer, dump)
         private_lightning.load_callbacks(trainer, dump, is_checkpoint=True)
         private_lightning.load_monitored(trainer, dump.get(private_lightning.MONITORED, {}))
         private_lightning.correct_progress(dump["loops"]["fit_loop"])
@@ -197,7 +204,7 @@ def shared_progress(
         dump = own.dump(trainer) if world.rank == source and own is not None else None
         dump = broadcast_object(dump, source, world)
         if _step_of(own) != version or not is_live:
-            own = FitProgress.adopt(dump, trainer, with_callbacks=not is_live)
+            own = FitProgress.adopt(dump, trainer, with_state=not is_live)
     assert own is not None
     # A rank that was ahead of others repeats what is still due there.
     validation, epoch = (any(entry[i] for entry in everyones if entry[0] == version) for i in (1, 2))

@@ -1,4 +1,4 @@
-"""What callbacks and schedulers decide by is alike on all ranks after a recovery."""
+"""What hooks save, and what callbacks and schedulers decide by, is alike on all ranks after a recovery."""
 
 from __future__ import annotations
 
@@ -15,6 +15,30 @@ from moe_lightning.strategies.committed_step import FitProgress
 from moe_lightning.strategies.step_data import LOADERS_KEY
 
 
+class Annealed(pl.LightningModule):
+    """Scales its loss by what its hooks keep."""
+
+    factor = 1.0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["factor"] = self.factor
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.factor = checkpoint["factor"]
+
+
+class Passes(pl.LightningDataModule):
+    """Counts its passes."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
 def trainer_of(folder: Path, **values: float) -> pl.Trainer:
     """With values that are logged, and a ModelCheckpoint that has saved if there are some."""
     saver = ModelCheckpoint(folder, monitor="val/loss")
@@ -22,6 +46,8 @@ def trainer_of(folder: Path, **values: float) -> pl.Trainer:
         saver._last_global_step_saved, saver._last_checkpoint_saved = 7, "step-7.ckpt"
         saver._defer_save_until_validation = True
     trainer = pl.Trainer(logger=False, accelerator="cpu", devices=1, callbacks=[saver], enable_progress_bar=False)
+    trainer.strategy.connect(Annealed())
+    trainer.datamodule = Passes()  # type: ignore[attr-defined]
     trainer.callback_metrics.update({f"val/{name}": torch.tensor(value) for name, value in values.items()})
     return trainer
 
@@ -29,14 +55,24 @@ def trainer_of(folder: Path, **values: float) -> pl.Trainer:
 def test_a_rank_that_joins_decides_by_what_the_others_decide_by(tmp_path: Path) -> None:
     old, new = trainer_of(tmp_path, loss=2.0), trainer_of(tmp_path)
     dump = FitProgress(step=7, loops={}, loaders=[], lr_schedulers=[]).dump(old)
-    FitProgress.adopt(dump, new, with_callbacks=True)
+    FitProgress.adopt(dump, new, with_state=True)
     assert new.callback_metrics == old.callback_metrics == {"val/loss": torch.tensor(2.0)}
     assert private_lightning.monitored(new) == private_lightning.monitored(old)
+
+
+def test_a_rank_that_joins_has_what_hooks_save(tmp_path: Path) -> None:
+    old, new = trainer_of(tmp_path), trainer_of(tmp_path)
+    old.lightning_module.factor, old.datamodule.count = 0.5, 3  # type: ignore[attr-defined]
+    dump = FitProgress(step=7, loops={}, loaders=[], lr_schedulers=[]).dump(old)
+    FitProgress.adopt(dump, new, with_state=True)
+    assert (new.lightning_module.factor, new.datamodule.count) == (0.5, 3)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_ranks_decide_by_what_was_there_at_the_step_that_is_restored(tmp_path: Path, knows: bool) -> None:
     dump: dict[str, Any] = {
+        "factor": 0.25,
+        "Passes": {"count": 2},
         "global_step": 5,
         "loops": {"fit_loop": fit_loop_state()},
         LOADERS_KEY: [],
@@ -48,6 +84,7 @@ def test_ranks_decide_by_what_was_there_at_the_step_that_is_restored(tmp_path: P
     for trainer in (trainer_of(tmp_path, loss=2.0, other=1.0), trainer_of(tmp_path)):  # a survivor, and one that joins
         FitProgress.from_checkpoint(dump, trainer)
         assert private_lightning.monitored(trainer) == private_lightning.monitored(saved)
+        assert (trainer.lightning_module.factor, trainer.datamodule.count) == (0.25, 2)  # type: ignore[attr-defined]
 
 
 def fit_loop_state() -> dict[str, Any]:
