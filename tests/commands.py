@@ -169,17 +169,13 @@ class RankStarter:
         return self._fork(command[1], command[2:], env)
 
     def start(
-        self, program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: launcher.WorkerLogs
-    ) -> dict[int, ForkedRank]:
+        self, program: Sequence[str], environment: Mapping[str, str], logs: launcher.WorkerLogs, rank: int = 0
+    ) -> ForkedRank:
         """Do what `launcher.start` does."""
         option, module, *arguments = program
         assert option == "-m"
-        logs.reify(dict(environments))
-        ranks = {}
-        for rank, variables in environments.items():
-            outputs = [logs.path(rank, "out"), logs.path(rank, "err")]
-            ranks[rank] = self._fork(module, arguments, {**os.environ, **variables}, outputs)
-        return ranks
+        variables = {**os.environ, **environment, **logs.begin(rank)}
+        return self._fork(module, arguments, variables, [logs.path(rank, "out"), logs.path(rank, "err")])
 
     def _fork(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Path] = ()

@@ -334,12 +334,11 @@ def _start(
     workers: list[ForkedWorker],
     folder: str,
     program: Sequence[str],
-    environments: Mapping[int, dict[str, str]],
+    environment: Mapping[str, str],
     logs: Any,
-) -> dict[int, ForkedWorker]:
-    logs.reify(environments)
-    workers.append(ForkedWorker(len(workers), environments[0], folder))
-    return {0: workers[-1]}
+) -> ForkedWorker:
+    workers.append(ForkedWorker(len(workers), {**environment, **logs.begin(0)}, folder))
+    return workers[-1]
 
 
 def _worker(number: int, environment: dict[str, str], folder: str) -> None:

@@ -12,7 +12,6 @@ command line once more. torchrun kills the survivors, too.
 from __future__ import annotations
 
 import fcntl
-import logging
 import math
 import os
 import signal
@@ -20,7 +19,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -29,9 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Interval
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, start_processes
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from typing_extensions import override
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.cores import usable_cores
@@ -86,7 +82,7 @@ class RanksFailed(Exception):
         return type(self), (self.failure,)
 
 
-class WorkerLogs(LogsSpecs):
+class WorkerLogs:
     """Log files of workers: one writes to the terminal, the others to NAME.out and NAME.err; all write failures to
     NAME.failure.json. Readable by their owner only.
 
@@ -97,29 +93,17 @@ class WorkerLogs(LogsSpecs):
     """
 
     def __init__(self, folder: Path, names: Sequence[str], *, terminal: int | None) -> None:
-        super().__init__(str(folder))
         self._folder, self._names, self._terminal = folder, names, terminal
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    @property
-    @override
-    def root_log_dir(self) -> str:
-        return str(self._folder)
-
-    @override
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for rank, environment in envs.items():
-            for path in (self.path(rank, "out"), self.path(rank, "err")):
-                path.unlink(missing_ok=True)
-                if rank != self._terminal:
-                    path.touch(mode=0o600)
-            self.path(rank, "failure.json").unlink(missing_ok=True)
-            environment[FAILURE_FILE_VARIABLE] = str(self.path(rank, "failure.json"))
-        return LogsDest(
-            stdouts={rank: self._output(rank, "out") for rank in envs},
-            stderrs={rank: self._output(rank, "err") for rank in envs},
-            error_files={rank: str(self.path(rank, "failure.json")) for rank in envs},
-        )
+    def begin(self, rank: int) -> dict[str, str]:
+        """Remove what a former worker has left, make the files of its output, and return its variables."""
+        for path in (self.path(rank, "out"), self.path(rank, "err")):
+            path.unlink(missing_ok=True)
+            if rank != self._terminal:
+                path.touch(mode=0o600)
+        self.path(rank, "failure.json").unlink(missing_ok=True)
+        return {FAILURE_FILE_VARIABLE: str(self.path(rank, "failure.json"))}
 
     def path(self, rank: int, kind: Literal["out", "err", "failure.json"]) -> Path:
         """Return the path of a worker's file."""
@@ -134,9 +118,6 @@ class WorkerLogs(LogsSpecs):
         """
         reported = read_failure(self.path(rank, "failure.json")) if code > 0 else None
         return reported or self._unreported(rank, code, slot)
-
-    def _output(self, rank: int, kind: Literal["out", "err"]) -> str:
-        return "" if rank == self._terminal else str(self.path(rank, kind))
 
     def _unreported(self, rank: int, code: int, slot: int | None) -> RankFailure:
         tail = _last_lines(self.path(rank, "err"))
@@ -171,28 +152,43 @@ def how_it_ended(code: int) -> str:
     return f"{KILLED} {name}"
 
 
-def start(program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: LogsSpecs) -> dict[int, Process]:
-    """Start the same Python program once for each environment, as sessions of their own.
+def start(program: Sequence[str], environment: Mapping[str, str], logs: WorkerLogs, rank: int = 0) -> Process:
+    """Start a Python program as a session of its own.
 
-    Raises:
-        SignalException: a signal came meanwhile; from now on signals raise it in the main thread, except SIGHUP if it
-            was ignored before.
+    Args:
+        environment: added to that of this process.
+        rank: its index in `logs`.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported by us
-    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    environment = {**os.environ, **environment, **logs.begin(rank)}
+    with ExitStack() as files:
+        paths = [logs.path(rank, "out"), logs.path(rank, "err")]
+        out, err = [files.enter_context(path.open("wb")) if path.exists() else None for path in paths]
+        return Process((sys.executable, *program), env=environment, stdout=out, stderr=err, start_new_session=True)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Let signals raise `SignalException` from now on, but not before the end of the block: a worker that it starts is
+    registered by then, and is ended. SIGHUP stays ignored where it is, by nohup.
+    """
+    received: list[int] = []
+    is_deferred = True
+
+    def handle(number: int, _: object) -> None:
+        received.append(number)
+        if not is_deferred:
+            name = signal.Signals(number)
+            raise SignalException(f"received {name.name}", name)
+
     try:
-        workers = start_processes(
-            name="workers",
-            entrypoint=sys.executable,
-            args=dict.fromkeys(environments, tuple(program)),
-            envs=dict(environments),
-            logs_specs=logs,
-        )
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handle)
+        yield
     finally:
-        if ignores_hangup and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # torch has set its own handler
-    assert isinstance(workers, SubprocessContext)
-    return {rank: handler.proc for rank, handler in workers.subprocess_handlers.items()}
+        is_deferred = False
+        if received:
+            handle(received[0], None)
 
 
 def end(processes: Collection[Process], grace_s: float, *, is_request: bool = False) -> None:
@@ -276,7 +272,7 @@ def rank_environment(rank: int, *, local: int, world: int, interface: str | None
 
 @contextmanager
 def restored_signal_handlers() -> Iterator[None]:
-    """Restore the signal handlers that torch's elastic processes replace."""
+    """Restore the signal handlers that `deferred_signals` replaces."""
     former: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -331,12 +327,12 @@ class LocalLauncher:
             }
             for rank in range(self.num_ranks)
         }
+        workers: dict[int, Process] = {}
         with restored_signal_handlers():
             try:
-                workers = start(("-m", self.module, *arguments), environments, logs)
-            except SignalException as stop:
-                raise Interrupted(stop.sigval) from None
-            try:
+                for rank, environment in environments.items():
+                    with deferred_signals():
+                        workers[rank] = start(("-m", self.module, *arguments), environment, logs, rank)
                 self._watch(workers, logs)
             except SignalException as stop:
                 end_on_signal(workers.values(), stop.sigval, self.grace_s)
@@ -805,8 +801,9 @@ class _Workers:
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),  # cut connections print stacks
             **task.to_environment(),
         }
-        started = start(self._program, {0: environment}, logs)
-        self._running[slot] = _Worker(process=started[0], logs=logs, token=task.token)
+        with deferred_signals():
+            process = start(self._program, environment, logs)
+            self._running[slot] = _Worker(process=process, logs=logs, token=task.token)
 
     def _handle_exit(self, slot: int, worker: _Worker, code: int) -> None:
         """Report a death to the others, and start a new process in its place if the limits allow."""
@@ -870,8 +867,10 @@ class _Workers:
         self._due.clear()
         if self._world is None:
             return
-        late = {slot for slot, worker in self._running.items() if worker.token not in self._world}
-        end([self._running.pop(slot).process for slot in late], 0.0)
+        late = {slot: worker for slot, worker in self._running.items() if worker.token not in self._world}
+        end([worker.process for worker in late.values()], 0.0)
+        for slot in late:  # a signal until here ends those that still run
+            del self._running[slot]
 
 
 def _print_line(text: str) -> None:

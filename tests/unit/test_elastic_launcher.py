@@ -17,12 +17,17 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from moe_lightning.elastic import launcher, worker
 from moe_lightning.elastic.etcd import EtcdError
 from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
-from moe_lightning.elastic.launcher import ElasticLauncher, RanksFailed, WorkerLogs, restored_signal_handlers
+from moe_lightning.elastic.launcher import (
+    ElasticLauncher,
+    LocalLauncher,
+    RanksFailed,
+    WorkerLogs,
+    restored_signal_handlers,
+)
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings, ElasticTask
 from moe_lightning.elastic.protocol import Address, interface_towards
 from moe_lightning.elastic.worker import Interrupted
@@ -85,15 +90,13 @@ class Machine:
         ElasticLauncher(**{**defaults, **options}).run([])
 
     def _start(
-        self, program: Sequence[str], environments: Mapping[int, dict[str, str]], logs: WorkerLogs
-    ) -> dict[int, subprocess.Popen[bytes]]:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _stop)
-        logs.reify(dict(environments))
-        task = ElasticTask.from_environment(environments[0])
+        self, program: Sequence[str], environment: Mapping[str, str], logs: WorkerLogs, rank: int = 0
+    ) -> subprocess.Popen[bytes]:
+        logs.begin(rank)
+        task = ElasticTask.from_environment(environment)
         script = self.script(task.slot, task.starts)
         self.started.append(logs)
-        return {0: subprocess.Popen(["sh", "-c", script], cwd=self.folder, start_new_session=True)}
+        return subprocess.Popen(["sh", "-c", script], cwd=self.folder, start_new_session=True)
 
     @contextmanager
     def signalled(self, *numbers: signal.Signals, gap_s: float = 0.3) -> Iterator[None]:
@@ -116,10 +119,6 @@ class Machine:
                 yield
             finally:
                 thread.join()
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    raise SignalException("a signal", signal.Signals(number))
 
 
 def _waiting(term: str, interrupt: str) -> Callable[[int, int], str]:
@@ -243,21 +242,54 @@ def test_a_crash_that_the_others_recover_from_does_not_fail_the_command(machine:
     assert len(machine.started) == 3
 
 
-def test_nohup_still_protects_after_a_worker_that_could_not_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch sets its signal handlers before it starts the process."""
-
-    def start_processes(**_: Any) -> NoReturn:
-        signal.signal(signal.SIGHUP, _stop)
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(launcher, "start_processes", start_processes)
+def test_nohup_still_protects_after_a_worker_that_could_not_be_started() -> None:
     with restored_signal_handlers():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with pytest.raises(BlockingIOError):
-            launcher.start((), {0: {}}, WorkerLogs(tmp_path, ["rank0"], terminal=None))
+        with pytest.raises(BlockingIOError), launcher.deferred_signals():
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("is_elastic", [False, True], ids=["local", "elastic"])
+def test_a_signal_during_the_start_of_a_worker_leaves_none_behind(
+    is_elastic: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_and_signal(*_: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "30"], start_new_session=True))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(launcher, "start", start_and_signal)
+    local = LocalLauncher(num_ranks=2, log_dir=machine.folder)
+    try:
+        with pytest.raises(Interrupted):
+            machine.run() if is_elastic else local.run([])
+        assert [process.poll() for process in started] == [-signal.SIGINT]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_a_signal_while_late_workers_are_ended_leaves_none_behind(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, calls = launcher.end, list[int]()
+
+    def end_late(processes: Any, *arguments: Any, **options: Any) -> None:
+        calls.append(len(processes))
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        end(processes, *arguments, **options)
+
+    monkeypatch.setattr(launcher, "end", end_late)
+    machine.link.messages = [formed("0")]
+    machine.script = lambda slot, starts: "sleep 30" if slot else READ
+    with pytest.raises(Interrupted):
+        machine.run()
+    assert calls[1:] == [1, 1]
 
 
 def test_workers_that_stopped_with_all_others_are_not_started_again(machine: Machine) -> None:
