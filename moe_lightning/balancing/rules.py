@@ -243,8 +243,11 @@ def replan_placement(
     if not fresh:
         return list(current)
     aligned = align_placements([current[layer] for layer in fresh], list(fresh.values()), cluster)
-    moved = dict(zip(fresh, aligned, strict=True))
-    return [moved.get(layer, present) for layer, present in enumerate(current)]
+    for (layer, planned), renamed in zip(list(fresh.items()), aligned, strict=True):
+        longest = partial(longest_time, load=loads[layer], cluster=cluster)
+        if cluster.pace.is_even or longest(renamed) <= (1 + tolerance) * longest(planned):
+            fresh[layer] = renamed  # else a slow rank would carry the share of a fast one
+    return [fresh.get(layer, present) for layer, present in enumerate(current)]
 
 
 def _better_placement(

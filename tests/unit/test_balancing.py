@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from moe_lightning.balancing.cluster import Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
 from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
+from moe_lightning.balancing.packing import longest_time
 from moe_lightning.balancing.rules import (
     PLACEMENT_RULES,
     SHADOW_POLICIES,
@@ -63,6 +65,22 @@ def test_replanning_moves_only_the_layers_that_gain() -> None:
     busiest = [balanced_quota(drifted[1], p[1].replicas).sum(axis=0).max() for p in (replanned, current)]
     assert busiest[0] < 0.9 * busiest[1]
     assert replan_placement(drifted, CLUSTER, policy, current, tolerance=10.0) == current
+
+
+def test_ranks_of_another_speed_do_not_carry_the_shares_that_were_planned_for_others() -> None:
+    rng, even = np.random.default_rng(5), Cluster.of(4, 5)
+    policy, num_moved = PlacementPolicy(rule="packed", min_replicas=1), 0
+    for slow in range(4):
+        speeds = tuple(2048 if rank == slow else 4096 for rank in range(4))
+        cluster = replace(even, speeds=speeds)
+        for _ in range(5):
+            load = (rng.pareto(1.2, 16) * 1000 + 10).astype(np.int64)
+            present, planned = policy.place(load, even), policy.place(load, cluster)
+            (placed,) = replan_placement(load[None], cluster, policy, [present], tolerance=0.02)
+            num_moved += placed != present
+            if placed != present:
+                assert longest_time(placed, load, cluster) <= 1.02 * longest_time(planned, load, cluster)
+    assert num_moved > 5
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
