@@ -62,11 +62,10 @@ _OPERATIONS = {
     "exchange": "#d08c2f",
     "experts": "#3b6fb6",
     "dense": "#8a8f98",
-    "plan": "#9b59b6",
     "trans": "#2e9e6b",
     "agg": "#c0504d",
 }
-_IN_THE_BACKGROUND = {"plan", "trans", "agg"}
+_IN_THE_BACKGROUND = {"trans", "agg"}
 _MAX_NUMBERS = 12
 """Bars or columns that there is room beside for their numbers."""
 _MAX_GROUPS = 16
@@ -251,7 +250,7 @@ def time_line(line: Timeline, title: str) -> Figure:
     title = f"{title}; {1e3 * line.total_s:.2f} ms, {1e3 * line.exposed_s:.2f} ms of it copies"
     figure, axes = _lanes(["compute", "copies"], title, "ms", width_in=2 * _WIDTH_IN)
     for name, color in _OPERATIONS.items():
-        spans = [span for span in line.spans if span.operation.kind.value.split("_")[0] == name]
+        spans = [span for span in line.spans if span.kind.value.split("_")[0] == name]
         bars = [(1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)) for span in spans]
         axes.broken_barh(bars, (int(name in _IN_THE_BACKGROUND) - 0.4, 0.8), color=color, label=name)
     axes.set_xlim(0, 1e3 * max(span.end_s for span in line.spans))

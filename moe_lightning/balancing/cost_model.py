@@ -38,6 +38,9 @@ ONE_COPY = 1 << 32
 _ROUNDING = 1 - 1e-9
 """Keeps a bound a bound where sums are rounded."""
 
+_PARTS = 1 << 20
+"""Shares of transfers are multiples of one of these."""
+
 TransferMethod = Literal["scatter", "direct", "average"]
 """Way of an expert's weights to m ranks. "direct": the home sends m copies, as training does. "scatter": a broadcast,
 in which the home sends m different pieces that the targets then gather among themselves: about two copies' time however
@@ -348,7 +351,6 @@ class Kind(Enum):
     DENSE_FORWARD = "dense_forward"
     EXPERTS_BACKWARD = "experts_backward"
     DENSE_BACKWARD = "dense_backward"
-    PLAN = "plan"
     TRANS_UNDER_EXPERTS = "trans_under_experts"
     TRANS_UNDER_DENSE = "trans_under_dense"
     TRANS_WHOLE = "trans_whole"
@@ -357,72 +359,57 @@ class Kind(Enum):
     AGG_WHOLE = "agg_whole"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One thing that happens for one block (0-based)."""
+Operation = tuple[Kind, int]
+"""Kind of what happens, and the block (0-based) that it is for."""
 
-    kind: Kind
-    block: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A foreground operation and what runs beside it; the stage ends when both have ended."""
-
-    foreground: Operation
-    background: Operation | None = None
+Stage = list[Operation]
+"""A foreground operation and what runs beside it, if anything does; the stage ends when both have ended."""
 
 
-def forward_schedule(num_blocks: int) -> tuple[Stage, ...]:
-    """Stages of the forward pass: per block an exchange (and planning), experts, an exchange, dense layers."""
-    stages = [Stage(foreground=Operation(kind=Kind.TRANS_WHOLE, block=0))]
+def forward_schedule(num_blocks: int) -> list[Stage]:
+    """Stages of the forward pass: per block an exchange, experts, an exchange, dense layers."""
+    stages: list[Stage] = [[(Kind.TRANS_WHOLE, 0)]]
     for block in range(num_blocks):
-        following = block + 1 if block + 1 < num_blocks else None
         stages += [
-            _stage(Kind.EXCHANGE, block, Kind.PLAN, block),
-            _stage(Kind.EXPERTS_FORWARD, block, Kind.TRANS_UNDER_EXPERTS, following),
-            _stage(Kind.EXCHANGE, block),
-            _stage(Kind.DENSE_FORWARD, block, Kind.TRANS_UNDER_DENSE, following),
+            [(Kind.EXCHANGE, block)],
+            [(Kind.EXPERTS_FORWARD, block), (Kind.TRANS_UNDER_EXPERTS, block + 1)],
+            [(Kind.EXCHANGE, block)],
+            [(Kind.DENSE_FORWARD, block), (Kind.TRANS_UNDER_DENSE, block + 1)],
         ]
-    return tuple(stages)
+    return _up_to(num_blocks, stages)
 
 
-def backward_schedule(num_blocks: int) -> tuple[Stage, ...]:
+def backward_schedule(num_blocks: int) -> list[Stage]:
     """Stages of the backward pass, last block first; all Aggs end before the update."""
     stages: list[Stage] = []
     for block in reversed(range(num_blocks)):
-        following = block + 1 if block + 1 < num_blocks else None
         stages += [
-            _stage(Kind.DENSE_BACKWARD, block, Kind.AGG_UNDER_DENSE, following),
-            _stage(Kind.EXCHANGE, block),
-            _stage(Kind.EXPERTS_BACKWARD, block, Kind.AGG_UNDER_EXPERTS, following),
-            _stage(Kind.EXCHANGE, block),
+            [(Kind.DENSE_BACKWARD, block), (Kind.AGG_UNDER_DENSE, block + 1)],
+            [(Kind.EXCHANGE, block)],
+            [(Kind.EXPERTS_BACKWARD, block), (Kind.AGG_UNDER_EXPERTS, block + 1)],
+            [(Kind.EXCHANGE, block)],
         ]
-    return (*stages, Stage(foreground=Operation(kind=Kind.AGG_WHOLE, block=0)))
+    return _up_to(num_blocks, [*stages, [(Kind.AGG_WHOLE, 0)]])
 
 
-def _stage(kind: Kind, block: int, under: Kind | None = None, under_block: int | None = None) -> Stage:
-    background = None if under is None or under_block is None else Operation(kind=under, block=under_block)
-    return Stage(foreground=Operation(kind=kind, block=block), background=background)
+def _up_to(num_blocks: int, stages: Sequence[Stage]) -> list[Stage]:
+    """Return the stages without the transfers for a block after the last."""
+    return [[(kind, block) for kind, block in stage if block < num_blocks] for stage in stages]
 
 
-def split_transfer(payload_bytes: int, transfer_s: float, dense_s: float) -> tuple[int, int]:
-    """Cut a transfer in the bytes that run under experts and those that run under dense layers.
-
-    Dense layers take the same time in every step, so they are filled first: they get the fraction min(1, dense /
-        transfer).
+def share_under_experts(transfer_s: float, dense_s: float) -> float:
+    """Return the share of a transfer that runs under experts; dense layers take the same time in every step, so they
+    are filled first.
     """
-    if transfer_s <= dense_s:
-        return 0, payload_bytes
-    under_dense = int(payload_bytes * dense_s / transfer_s)
-    return payload_bytes - under_dense, under_dense
+    return 0.0 if transfer_s <= dense_s else 1.0 - int(_PARTS * dense_s / transfer_s) / _PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """Begin and end of an operation, in seconds from the start of the forward pass's first transfer."""
 
-    operation: Operation
+    kind: Kind
+    block: int
     start_s: float
     end_s: float
 
@@ -444,33 +431,28 @@ class Timeline:
     exposed_s: float
 
 
-def predict_timeline(times: Sequence[BlockTimes], costs: Sequence[BlockCosts], plan_s: float = 0.0) -> Timeline:
+def predict_timeline(times: Sequence[BlockTimes], costs: Sequence[BlockCosts]) -> Timeline:
     """The time line of a step whose blocks take these (scalar) times.
 
     Args:
         times: predictions of each block; their exposed parts are not used, since the schedule is played here.
         costs: constants of each block, for its dense layers.
-        plan_s: seconds to plan one block's next step.
     """
     spans: list[Span] = []
     now_s = exposed_s = 0.0
     for stage in forward_schedule(len(times)) + backward_schedule(len(times)):
-        foreground_s = _duration_s(stage.foreground, times, costs, plan_s)
-        background_s = _duration_s(stage.background, times, costs, plan_s) if stage.background else 0.0
-        for operation, duration_s in ((stage.foreground, foreground_s), (stage.background, background_s)):
-            if operation and duration_s > 0:
-                spans.append(Span(operation=operation, start_s=now_s, end_s=now_s + duration_s))
-        if stage.foreground.kind in (Kind.TRANS_WHOLE, Kind.AGG_WHOLE):
-            exposed_s += foreground_s
-        elif stage.background and stage.background.kind is not Kind.PLAN:
-            exposed_s += max(0.0, background_s - foreground_s)
-        now_s += max(foreground_s, background_s)
+        durations_s = [_duration_s(kind, block, times, costs) for kind, block in stage]
+        for (kind, block), duration_s in zip(stage, durations_s, strict=True):
+            if duration_s > 0:
+                spans.append(Span(kind=kind, block=block, start_s=now_s, end_s=now_s + duration_s))
+        is_transfer = stage[0][0] in (Kind.TRANS_WHOLE, Kind.AGG_WHOLE)
+        exposed_s += durations_s[0] if is_transfer else max(durations_s) - durations_s[0]
+        now_s += max(durations_s)
     transfer_s = sum(float(block.trans_s) + float(block.agg_s) for block in times)
     return Timeline(spans=tuple(spans), total_s=now_s, transfer_s=transfer_s, exposed_s=exposed_s)
 
 
-def _duration_s(operation: Operation, times: Sequence[BlockTimes], costs: Sequence[BlockCosts], plan_s: float) -> float:
-    block = operation.block
+def _duration_s(kind: Kind, block: int, times: Sequence[BlockTimes], costs: Sequence[BlockCosts]) -> float:
     trans_s, agg_s = float(times[block].trans_s), float(times[block].agg_s)
     host = max(block - 1, 0)  # the block under whose dense layers a split transfer of this block runs
     trans_under_dense_s = min(trans_s, costs[host].dense_forward_s)
@@ -481,11 +463,10 @@ def _duration_s(operation: Operation, times: Sequence[BlockTimes], costs: Sequen
         Kind.DENSE_FORWARD: costs[block].dense_forward_s,
         Kind.EXPERTS_BACKWARD: float(times[block].backward_s),
         Kind.DENSE_BACKWARD: costs[block].dense_backward_s,
-        Kind.PLAN: plan_s,
         Kind.TRANS_UNDER_EXPERTS: trans_s - trans_under_dense_s,
         Kind.TRANS_UNDER_DENSE: trans_under_dense_s,
         Kind.TRANS_WHOLE: trans_s,
         Kind.AGG_UNDER_DENSE: agg_under_dense_s,
         Kind.AGG_UNDER_EXPERTS: agg_s - agg_under_dense_s,
         Kind.AGG_WHOLE: agg_s,
-    }[operation.kind]
+    }[kind]

@@ -30,7 +30,7 @@ from moe_lightning.balancing.cost_model import (
     pair_volumes,
     predict_block,
     predict_timeline,
-    split_transfer,
+    share_under_experts,
 )
 from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
@@ -104,6 +104,9 @@ class Decision:
     plan: ShadowPlan | None
     trans_s: float
     forecast_error: float | None
+
+
+_UNDECIDED = Decision(plan=None, trans_s=0.0, forecast_error=None)
 
 
 class LayerPlanner:
@@ -309,24 +312,16 @@ class BalancePlanner:
             if self.policy.rebalance_every and self._wait <= self.policy.lag and self._placing is None:
                 self._placing = self._place()
 
-    def _decision(self, layer: int) -> Decision | None:
-        """Return the decision for the next step, from the counts of the step `lag` before it."""
-        decisions = self._decisions[layer]
-        return self._threads.result(decisions[0]) if len(decisions) == self.policy.lag else None
+    @property
+    def decisions(self) -> list[Decision]:
+        """Decision of each layer for the next step, from the counts of the step `lag` before it."""
+        lag, result = self.policy.lag, self._threads.result
+        return [result(made[0]) if len(made) == lag else _UNDECIDED for made in self._decisions]
 
     @property
     def plans(self) -> list[ShadowPlan | None]:
         """Shadows of each layer in the next step; None where none are planned yet."""
-        decisions = map(self._decision, range(len(self._layers)))
-        return [decision.plan if decision is not None else None for decision in decisions]
-
-    @property
-    def forecast_error(self) -> list[float | None]:
-        """Fraction of the last planned step's assignments of each layer that the forecast had elsewhere; None before
-        the first forecast.
-        """
-        decisions = map(self._decision, range(len(self._layers)))
-        return [decision.forecast_error if decision is not None else None for decision in decisions]
+        return [decision.plan for decision in self.decisions]
 
     def step_plans(self) -> list[ShadowPlan] | None:
         """The shadows of the next step; None where no expert is to visit any rank."""
@@ -340,14 +335,11 @@ class BalancePlanner:
     def early_shares(self) -> list[float]:
         """For each layer, the part of its Trans that runs under the experts of the block before it."""
         shares = []
-        for layer in range(len(self._layers)):
-            decision = self._decision(layer)
-            if decision is None or decision.plan is None or not decision.plan.num_copies:
+        for layer, decision in enumerate(self.decisions):
+            if decision.plan is None or not decision.plan.num_copies:
                 shares.append(1.0)
                 continue
-            precision = 1 << 20
-            dense_s = self.costs[max(layer - 1, 0)].dense_forward_s
-            shares.append(split_transfer(precision, decision.trans_s, dense_s)[0] / precision)
+            shares.append(share_under_experts(decision.trans_s, self.costs[max(layer - 1, 0)].dense_forward_s))
         return shares
 
     def predicted_step(self) -> Timeline | None:

@@ -122,11 +122,11 @@ def warn_of_rule(policy: BalancePolicy, cluster: Cluster, num_experts: int) -> N
 
 def plan_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
     """Evenness, shadows and forecasts of every layer that is planned, by its number."""
-    for index, (number, layer) in enumerate(layers.items()):
+    for (number, layer), decision in zip(layers.items(), planner.decisions, strict=True):
         area = f"balance/layer{number:02d}"
         for name, value in _layer_numbers(layer).items():
             yield Metric(name=f"{area}/{name}", value=value)
-        plan, error = planner.plans[index], planner.forecast_error[index]
+        plan, error = decision.plan, decision.forecast_error
         yield Metric(name=f"{area}/shadows_count", value=float(plan.num_copies if plan is not None else 0))
         if error is not None:
             yield Metric(name=f"{area}/forecast_error_ratio", value=error)

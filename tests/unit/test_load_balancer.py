@@ -208,11 +208,11 @@ def test_transfers_go_under_dense_layers_first() -> None:
 def test_the_forecast_is_judged_by_what_comes() -> None:
     planner = make()
     observe(planner, skewed(0))
-    assert planner.forecast_error == [None, None]
+    assert [decision.forecast_error for decision in planner.decisions] == [None, None]
     observe(planner, skewed(0))
-    assert planner.forecast_error == [0.0, 0.0]
+    assert [decision.forecast_error for decision in planner.decisions] == [0.0, 0.0]
     observe(planner, skewed(1))
-    assert planner.forecast_error[0] == pytest.approx(0.75, abs=0.02)
+    assert planner.decisions[0].forecast_error == pytest.approx(0.75, abs=0.02)
 
 
 def test_a_restart_plans_at_once_from_what_was_known() -> None:

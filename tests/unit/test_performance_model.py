@@ -32,7 +32,7 @@ from moe_lightning.balancing.cost_model import (
     mean_relative_error,
     predict_block,
     predict_timeline,
-    split_transfer,
+    share_under_experts,
     total_copies,
     total_volumes,
 )
@@ -198,23 +198,20 @@ FORWARD_TRANS = {Kind.TRANS_WHOLE, Kind.TRANS_UNDER_EXPERTS, Kind.TRANS_UNDER_DE
 BACKWARD_AGG = {Kind.AGG_WHOLE, Kind.AGG_UNDER_EXPERTS, Kind.AGG_UNDER_DENSE}
 
 
-def flat(stages: tuple[Stage, ...]) -> list[tuple[Kind, int]]:
-    operations = [operation for stage in stages for operation in (stage.foreground, stage.background) if operation]
-    return [(operation.kind, operation.block) for operation in operations]
+def flat(stages: list[Stage]) -> list[tuple[Kind, int]]:
+    return [operation for stage in stages for operation in stage]
 
 
 def test_the_forward_pass_of_two_blocks() -> None:
     assert flat(forward_schedule(2)) == [
         (Kind.TRANS_WHOLE, 0),
         (Kind.EXCHANGE, 0),
-        (Kind.PLAN, 0),
         (Kind.EXPERTS_FORWARD, 0),
         (Kind.TRANS_UNDER_EXPERTS, 1),
         (Kind.EXCHANGE, 0),
         (Kind.DENSE_FORWARD, 0),
         (Kind.TRANS_UNDER_DENSE, 1),
         (Kind.EXCHANGE, 1),
-        (Kind.PLAN, 1),
         (Kind.EXPERTS_FORWARD, 1),
         (Kind.EXCHANGE, 1),
         (Kind.DENSE_FORWARD, 1),
@@ -250,15 +247,11 @@ def test_weights_arrive_before_and_gradients_leave_after_their_experts(num_block
 
 
 @settings(deadline=None, max_examples=100)
-@given(payload=st.integers(0, 10**9), transfer_s=st.floats(0, 10), dense_s=st.floats(0, 10))
-def test_the_split_loses_no_byte_and_fills_dense_layers_first(payload: int, transfer_s: float, dense_s: float) -> None:
-    under_experts, under_dense = split_transfer(payload, transfer_s, dense_s)
-    assert under_experts + under_dense == payload
-    assert min(under_experts, under_dense) >= 0
-    if transfer_s > dense_s:
-        assert under_dense == pytest.approx(payload * dense_s / transfer_s, abs=1)
-    else:
-        assert under_experts == 0
+@given(transfer_s=st.floats(0, 10), dense_s=st.floats(0, 10))
+def test_a_transfer_fills_dense_layers_first(transfer_s: float, dense_s: float) -> None:
+    share = share_under_experts(transfer_s, dense_s)
+    assert share == pytest.approx(max(0.0, 1 - dense_s / transfer_s) if transfer_s else 0.0, abs=1e-6)
+    assert 0 <= share <= 1
 
 
 def block(copies: float, **changes: float) -> tuple[BlockTimes, BlockCosts]:
@@ -285,13 +278,11 @@ def test_the_time_line_agrees_with_the_closed_form(copies: float, num_blocks: in
     assert max(span.end_s for span in line.spans) == pytest.approx(line.total_s)
 
 
-def test_many_blocks_hide_small_copies_and_long_plans_show() -> None:
+def test_many_blocks_hide_small_copies() -> None:
     times, costs = block(0.2)
     line = predict_timeline([times] * 12, [costs] * 12)
     assert line.exposed_s < 0.1 * line.transfer_s
-    quick, slow = (predict_timeline([times] * 3, [costs] * 3, plan_s=plan_s) for plan_s in (0.5, 1.5))
-    assert slow.total_s == pytest.approx(quick.total_s + 3 * 0.5)
-    assert {span.operation.kind for span in quick.spans} >= {Kind.PLAN, Kind.EXCHANGE, Kind.TRANS_WHOLE, Kind.AGG_WHOLE}
+    assert {span.kind for span in line.spans} >= {Kind.EXCHANGE, Kind.TRANS_WHOLE, Kind.AGG_WHOLE}
 
 
 # ----------------------------------------------------------------------
