@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -65,6 +65,10 @@ class StepRecord:
     batches_of_ranks: bool = False
 
 
+TENSORS = ("weights", "gradients", "clipped", "updates", "counted", "biases")
+"""Attributes of a `StepRecord` that have digests by tensor, and their names in the records of ranks."""
+
+
 def merged(notes: Sequence[Mapping[str, Any]]) -> StepRecord:
     """Merge the records that all ranks wrote of a step (`doctor.recorder`)."""
     rows: dict[str, dict[int, list[float]]] = {}
@@ -88,11 +92,8 @@ def merged(notes: Sequence[Mapping[str, Any]]) -> StepRecord:
                     ]
             if micro["loss"] is not None:
                 loss = micro["loss"] if loss is None else loss + micro["loss"]
-    kinds = {
-        kind: tensors_of(notes, kind) for kind in ("weights", "gradients", "clipped", "updates", "counted", "biases")
-    }
     return StepRecord(
-        **kinds,
+        **{kind: tensors_of(notes, kind) for kind in TENSORS},
         rows={
             name: {sample: Digest(projection=p, norm=math.sqrt(square)) for sample, (p, square) in found.items()}
             for name, found in rows.items()
@@ -126,14 +127,12 @@ def tensors_of(notes: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Diges
 
 
 def _disagreement(held: Sequence[tuple[int, float, float, int, float]]) -> tuple[int, int, float, float] | None:
-    rank, projection, square = held[0][:3]
+    rank, projection, square, _, slack = held[0]
+    first = Digest(projection=projection, norm=math.sqrt(square), slack=slack)
     for other, its_projection, its_square, *_ in held[1:]:
-        norm, its_norm = math.sqrt(square), math.sqrt(its_square)
-        if not math.isfinite(norm) and not math.isfinite(its_norm):
-            continue
-        allowed = 1e-5 * max(norm, its_norm) + held[0][4]
-        if not (abs(projection - its_projection) <= allowed and abs(norm - its_norm) <= allowed):
-            return rank, other, norm, its_norm
+        found = Digest(projection=its_projection, norm=math.sqrt(its_square))
+        if not first.is_same(found, 1e-5):
+            return rank, other, first.norm, found.norm
     return None
 
 
@@ -175,7 +174,7 @@ class Parting:
         hint: what comparing alone has found out.
     """
 
-    step: int
+    step: int = 0
     kind: Kind
     name: str
     here: float
@@ -217,10 +216,6 @@ class _Seen:
             apart = max(abs(here.projection - there.projection), abs(here.norm - there.norm))
             self.largest = max(self.largest, apart / scale)
 
-    def comparison(self, partings: tuple[Parting, ...], steps: int, near_tie: str = "") -> Comparison:
-        tensors, largest = len(self.tensors), self.largest
-        return Comparison(partings=partings, steps=steps, tensors=tensors, largest=largest, near_tie=near_tie)
-
 
 # ---------------------------------------------------------------------- comparing
 
@@ -231,41 +226,43 @@ def compare(here: Sequence[StepRecord], there: Sequence[StepRecord], tolerance: 
     Args:
         tolerance: relative difference of digests that orders of summation explain.
     """
-    seen, steps = _Seen(), 0
+    seen, steps, near_tie = _Seen(), 0, ""
+    found: tuple[Parting, ...] = ()
     for number, (run, alone) in enumerate(zip(here, there, strict=True), 1):
-        tie = _near_tie(run, alone, tolerance)
-        if tie:
-            return seen.comparison((), steps, f"{tie} of step {number}")
-        found = tuple(_partings(number, run, alone, tolerance, seen))
-        steps += 1
+        if layer := _near_tie(run, alone, tolerance):
+            near_tie = f"{layer} of step {number}"
+            break
+        found = tuple(replace(parting, step=number) for parting in _partings(run, alone, tolerance, seen))
+        steps = number
         if found:
-            return seen.comparison(found, steps)
-    return seen.comparison((), steps)
+            break
+    tensors, largest = len(seen.tensors), seen.largest
+    return Comparison(partings=found, steps=steps, tensors=tensors, largest=largest, near_tie=near_tie)
 
 
-def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, seen: _Seen) -> Iterator[Parting]:
+def _partings(run: StepRecord, alone: StepRecord, tolerance: float, seen: _Seen) -> Iterator[Parting]:
     for name, digest in run.weights.items():
         if digest.differing is not None:
-            yield _of_tensor(step, "weights", name, digest, alone.weights.get(name, digest))
+            yield _of_tensor("weights", name, digest, alone.weights.get(name, digest))
     whole = {name: digest for name, digest in alone.weights.items() if name in run.weights}
     if all(digest.differing is None for digest in run.weights.values()):
-        yield from _of_tensors(step, "weights", run.weights, whole, tolerance, seen)
+        yield from _of_tensors("weights", run.weights, whole, tolerance, seen)
     if run.batches_of_ranks:
-        yield from _of_batches(step, run)
+        yield from _of_batches(run)
     uncounted = list(alone.counts)
     for name in alone.rows:
         layer = name.partition(" [")[0]
         if layer in uncounted:
             uncounted.remove(layer)  # before what the layer makes of them
-            yield from _of_counts(step, layer, run, alone)
+            yield from _of_counts(layer, run, alone)
         if name in run.rows:
-            yield from _of_rows(step, name, run, alone, tolerance, seen)
+            yield from _of_rows(name, run, alone, tolerance, seen)
     for layer in uncounted:
-        yield from _of_counts(step, layer, run, alone)
+        yield from _of_counts(layer, run, alone)
     if run.loss is not None and alone.loss is not None:
-        yield from _of_loss(step, run.loss, alone.loss, tolerance)
-    yield from _of_tensors(step, "gradient", run.gradients, alone.gradients, tolerance, seen)
-    yield from _of_tensors(step, "clipped gradient", run.clipped, alone.clipped, tolerance, seen)
+        yield from _of_loss(run.loss, alone.loss, tolerance)
+    yield from _of_tensors("gradient", run.gradients, alone.gradients, tolerance, seen)
+    yield from _of_tensors("clipped gradient", run.clipped, alone.clipped, tolerance, seen)
     total = math.sqrt(sum(digest.norm**2 for digest in alone.gradients.values() if math.isfinite(digest.norm)))
     moved = {  # where a gradient is noise, an optimizer that divides by its size moves anywhere
         name: digest
@@ -275,19 +272,19 @@ def _partings(step: int, run: StepRecord, alone: StepRecord, tolerance: float, s
         or alone.gradients[name].norm > tolerance * total * NOISE * 10
     }
     is_low = 10 * tolerance > NOISE
-    yield from _of_tensors(step, "update", run.updates, moved, tolerance * (_PASSED_ON if is_low else 1.0), seen)
-    yield from _of_tensors(step, "counted tokens", run.counted, alone.counted, _EXACT, seen)
-    yield from _of_tensors(step, "selection bias", run.biases, alone.biases, tolerance, seen)
+    yield from _of_tensors("update", run.updates, moved, tolerance * (_PASSED_ON if is_low else 1.0), seen)
+    yield from _of_tensors("counted tokens", run.counted, alone.counted, _EXACT, seen)
+    yield from _of_tensors("selection bias", run.biases, alone.biases, tolerance, seen)
 
 
-def _of_loss(step: int, here: float, there: float, tolerance: float) -> Iterator[Parting]:
+def _of_loss(here: float, there: float, tolerance: float) -> Iterator[Parting]:
     is_same = abs(here - there) <= tolerance * max(abs(here), abs(there), NOISE)
     if not is_same and not (math.isnan(here) and math.isnan(there)):
         ratio = here / there if there else math.nan
-        yield Parting(step=step, kind="loss", name="", here=here, there=there, ratio=ratio)
+        yield Parting(kind="loss", name="", here=here, there=there, ratio=ratio)
 
 
-def _of_batches(step: int, run: StepRecord) -> Iterator[Parting]:
+def _of_batches(run: StepRecord) -> Iterator[Parting]:
     """The first batch that another rank has, too."""
     inputs = [rows for name, rows in run.rows.items() if name.startswith("input ")]
     seen: dict[tuple[Digest | None, ...], int] = {}
@@ -296,7 +293,6 @@ def _of_batches(step: int, run: StepRecord) -> Iterator[Parting]:
         other = run.ranks[seen.setdefault(content, batch)]
         if other != rank and content and content[0] is not None:
             yield Parting(
-                step=step,
                 kind="inputs",
                 name="input 0",
                 here=content[0].norm,
@@ -310,9 +306,7 @@ def _of_batches(step: int, run: StepRecord) -> Iterator[Parting]:
             return
 
 
-def _of_rows(
-    step: int, name: str, run: StepRecord, alone: StepRecord, tolerance: float, seen: _Seen
-) -> Iterator[Parting]:
+def _of_rows(name: str, run: StepRecord, alone: StepRecord, tolerance: float, seen: _Seen) -> Iterator[Parting]:
     ours, theirs = run.rows[name], alone.rows[name]
     floor = NOISE * tolerance * max((row.norm for row in theirs.values() if math.isfinite(row.norm)), default=0.0)
     nothing = Digest(projection=0.0, norm=0.0)
@@ -330,7 +324,6 @@ def _of_rows(
     sample = (apart or extra)[0]
     here, there = ours.get(sample, nothing), theirs.get(sample, nothing)
     yield Parting(
-        step=step,
         kind="inputs" if is_input else "activation",
         name=name,
         here=here.norm,
@@ -363,7 +356,7 @@ def _how_far(ours: Mapping[int, Digest], theirs: Mapping[int, Digest], apart: Se
     return f"{worst:.1e} of its size"
 
 
-def _of_counts(step: int, layer: str, run: StepRecord, alone: StepRecord) -> Iterator[Parting]:
+def _of_counts(layer: str, run: StepRecord, alone: StepRecord) -> Iterator[Parting]:
     if layer not in run.counts:
         return
     for what, ours, theirs in zip(("routed", "computed"), run.counts[layer], alone.counts[layer], strict=True):
@@ -371,7 +364,6 @@ def _of_counts(step: int, layer: str, run: StepRecord, alone: StepRecord) -> Ite
             continue
         expert = next(e for e, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
         yield Parting(
-            step=step,
             kind="counts",
             name=f"{layer}, expert {expert}, {what}",
             here=float(ours[expert]),
@@ -382,7 +374,7 @@ def _of_counts(step: int, layer: str, run: StepRecord, alone: StepRecord) -> Ite
 
 
 def _of_tensors(
-    step: int, kind: Kind, ours: Mapping[str, Digest], theirs: Mapping[str, Digest], tolerance: float, seen: _Seen
+    kind: Kind, ours: Mapping[str, Digest], theirs: Mapping[str, Digest], tolerance: float, seen: _Seen
 ) -> Iterator[Parting]:
     """In the order of a backward pass, from the last tensor to the first."""
     total = math.sqrt(sum(d.norm**2 for d in theirs.values() if math.isfinite(d.norm)))
@@ -393,19 +385,12 @@ def _of_tensors(
         if here.differing is None and here.is_same(there, tolerance, floor):
             seen.note(name, here, there, max(here.norm, there.norm, floor / tolerance) + there.slack / tolerance)
         elif name in ours or kind == "gradient":
-            yield _of_tensor(step, kind, name, here, there)
+            yield _of_tensor(kind, name, here, there)
 
 
-def _of_tensor(step: int, kind: Kind, name: str, here: Digest, there: Digest) -> Parting:
-    return Parting(
-        step=step,
-        kind=kind,
-        name=name,
-        here=here.norm,
-        there=there.norm,
-        ratio=_ratio(here, there),
-        differing=here.differing,
-    )
+def _of_tensor(kind: Kind, name: str, here: Digest, there: Digest) -> Parting:
+    ratio = _ratio(here, there)
+    return Parting(kind=kind, name=name, here=here.norm, there=there.norm, ratio=ratio, differing=here.differing)
 
 
 def _ratio(here: Digest, there: Digest) -> float:

@@ -10,9 +10,7 @@ from types import TracebackType
 from typing import Annotated, Any
 
 import lightning.pytorch as pl
-import torch
 from annotated_types import Interval
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -194,7 +192,7 @@ _FLOAT32, _LOWER = 1e-4, 0.05
 
 
 @validated
-class ParityDoctor(Callback):
+class ParityDoctor(Recorder):
     """Compares the first steps of a training on several ranks with the same steps in one process on rank 0, names the
     first layer, tensor and step that part, and ends the training.
 
@@ -220,16 +218,16 @@ class ParityDoctor(Callback):
     """
 
     def __init__(self, steps: PositiveInt = 3, tolerance: Annotated[float, Interval(gt=0, lt=1)] | None = None) -> None:
+        super().__init__(tolerance or _FLOAT32)
         self._steps, self._tolerance = steps, tolerance
         self.comparison: Comparison | None = None
-        self._recorder = Recorder(tolerance or _FLOAT32)
         self._copy: pl.LightningModule | None = None
         self._loader: Any = None
         self._states: list[dict[str, Tensor]] = []
         self._batches: list[Any] = []
         self._remarks: list[str] = []
         self._undo: list[Callable[[], None]] = []  # what restores the dropout and the least training
-        self._world, self._is_own = World.single(), False
+        self._is_own = False
         self._read_back: ReadBack | None = None
         self._scaler: GradScaler | None = None
 
@@ -245,20 +243,18 @@ class ParityDoctor(Callback):
         strategy = trainer.strategy
         _require_comparable(trainer)
         self._is_own = isinstance(strategy, ExpertParallelStrategy)
-        self._world = strategy.world if self._is_own else World.before_setup(strategy.root_device)  # type: ignore[attr-defined]
+        self.world = strategy.world if self._is_own else World.before_setup(strategy.root_device)  # type: ignore[attr-defined]
         if isinstance(strategy, ExpertParallelStrategy):
             strategy.update.state_check.schedule.stop()  # it would end the run before they are explained
         loader = one_process_loader(trainer) if self._is_own else None
         self._loader = loader if trainer.is_global_zero else None
         is_low = "16" in str(trainer.precision)
-        tolerance = self._tolerance or (_LOWER if is_low else _FLOAT32)
-        self._recorder, self.comparison = Recorder(tolerance), None
-        self._recorder.world = self._world
-        self._states, self._batches = [], []
+        self.tolerance = self._tolerance or (_LOWER if is_low else _FLOAT32)
+        self.comparison, self._states, self._batches = None, [], []
         without, loop = without_dropout(pl_module), trainer.fit_loop
         self._undo = [*without.values(), partial(_set_least, trainer, loop.min_epochs, loop.epoch_loop.min_steps)]
         self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
-        self._recorder.begin(trainer, pl_module)
+        self.begin(trainer, pl_module)
         self._read_back, self._scaler = ReadBack(trainer), scaler_of(trainer)
 
     # ------------------------------------------------------------------ steps
@@ -269,35 +265,18 @@ class ParityDoctor(Callback):
     ) -> None:
         if self.comparison is not None:
             return
-        if len(self._states) == len(self._recorder.notes):
+        if len(self._states) == len(self.notes):
             state = trainer.strategy.lightning_module_state_dict()
             self._states.append(
                 {name: t.detach().to("cpu", copy=True) for name, t in state.items()} if self._copy else {}
             )
         if not self._is_own:
             host = private_torch.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
-            for rank in range(self._world.size):
-                told = broadcast_object(private_torch.tree_leaves(host), rank, self._world)
+            for rank in range(self.world.size):
+                told = broadcast_object(private_torch.tree_leaves(host), rank, self.world)
                 if self._copy is not None:
                     self._batches.append(_like(host, told))
-        self._recorder.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self.comparison is None:
-            self._recorder.on_before_backward(trainer, pl_module, loss)
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.comparison is None:
-            self._recorder.on_after_backward(trainer, pl_module)
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if self.comparison is None:
-            self._recorder.on_before_optimizer_step(trainer, pl_module, optimizer)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_train_batch_end(
@@ -305,19 +284,19 @@ class ParityDoctor(Callback):
     ) -> None:
         if self.comparison is not None:
             return
-        self._recorder.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        done, is_last = len(self._recorder.notes), trainer.is_last_batch and not self._is_own
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        done, is_last = len(self.notes), trainer.is_last_batch and not self._is_own
         if done == self._steps or done == trainer.max_steps or is_last:
             self._conclude(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.comparison is None and self._recorder.notes:
+        if self.comparison is None and self.notes:
             self._conclude(trainer, pl_module)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._recorder.end()
+        self.end()
         self._copy, self._loader, self._states, self._batches = None, None, [], []
         for undo in self._undo:
             undo()
@@ -333,39 +312,39 @@ class ParityDoctor(Callback):
 
     def _conclude(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Take the steps in one process, say on every rank where they part, and read a checkpoint back; collective."""
-        self._recorder.end()
+        self.end()
         verdict: list[Any] = [None, None]
         if self._copy is not None:
             try:
                 self.comparison = self._compared(trainer)
             except Exception as error:
                 # The others wait for a word.
-                all_gather_json([f"the run in one process failed: {error}", None], self._world)
+                all_gather_json([f"the run in one process failed: {error}", None], self.world)
                 raise
-            parting = sentence(self.comparison, self._world.size) if self.comparison.partings else None
-            print(table(self.comparison, self._world.size, self._remarks), flush=True)
+            parting = sentence(self.comparison, self.world.size) if self.comparison.partings else None
+            print(table(self.comparison, self.world.size, self._remarks), flush=True)
             verdict = [None, parting]
-        failure, parting = all_gather_json(verdict, self._world)[0]
+        failure, parting = all_gather_json(verdict, self.world)[0]
         problem = failure or parting
         if problem is None:
             assert self._read_back is not None
-            problem = self._read_back.first_change(trainer, module, self._world)
+            problem = self._read_back.first_change(trainer, module, self.world)
             if self._copy is not None:
                 print(
                     _lines([("resume", problem or "a checkpoint of the last step is read back as it was")]), flush=True
                 )
         if problem is not None:
-            _end_without_traceback(self._world.rank)
+            _end_without_traceback(self.world.rank)
             raise ParityError(problem)
         if self.comparison is None:
-            self.comparison = Comparison(partings=(), steps=len(self._recorder.notes), tensors=0, largest=0.0)
+            self.comparison = Comparison(partings=(), steps=len(self.notes), tensors=0, largest=0.0)
         trainer.should_stop = True
         _set_least(trainer, None, None)
 
     def _compared(self, trainer: pl.Trainer) -> Comparison:
         assert self._copy is not None
         without_dropout(self._copy)
-        notes, tolerance = self._recorder.notes, self._recorder.tolerance
+        notes, tolerance = self.notes, self.tolerance
         data = self._loader if self._is_own else Batches(self._batches)
         alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance, self._scaler)
         return compare([merged(step) for step in notes], [merged(step) for step in alone], tolerance)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +27,7 @@ from typing_extensions import override
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.replicas import ExpertStack
-from moe_lightning.doctor.comparison import NOISE, tensors_of
+from moe_lightning.doctor.comparison import NOISE, TENSORS, tensors_of
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.losses import AbsentBlock
@@ -265,7 +266,8 @@ class Recorder(Callback):
     # ------------------------------------------------------------------ hooks of modules
 
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listen to the modules, but for those of experts and of other stages of a pipeline."""
+        """Begin anew, and listen to the modules, but for those of experts and of other stages of a pipeline."""
+        self.notes, self._note, self._before, self._had_gradient = [], {}, {}, set()
         inside = {p for m in pl_module.modules() if isinstance(m, Experts) for p in m.modules()}
         self._running = _running(trainer, pl_module) if places_of(trainer).stages > 1 else None
         for name, part in pl_module.named_modules():
@@ -295,15 +297,7 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
         self._place = place = places_of(trainer)
         if not self._note:
-            self._note = {
-                "rank": self.world.rank,
-                "micros": [],
-                "gradients": [],
-                "clipped": [],
-                "updates": [],
-                "counted": [],
-                "biases": [],
-            }
+            self._note = {"rank": self.world.rank, "micros": [], **{kind: [] for kind in TENSORS}}
             self._note["weights"] = [note_of(b, b.of(local(b.parameter.detach()))) for b in blocks(trainer, pl_module)]
             self._biases = {name: bias.clone() for name, bias in selection_biases(pl_module)}
         leaves = [leaf for leaf in private_torch.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -509,20 +503,12 @@ def blocks(trainer: pl.Trainer, module: pl.LightningModule, *, frozen: bool = Fa
             for slot, expert in stack.held():
                 offsets = (0,) * (parameter.ndim - 1)
                 yield ParameterBlock(
-                    name=f"{name} of expert {expert}", parameter=parameter, offsets=offsets, of=partial(_row, slot)
+                    name=f"{name} of expert {expert}", parameter=parameter, offsets=offsets, of=itemgetter(slot)
                 )
         elif state is not None and (cut := cut_of(parameter)) is not None:
             for here, block in blocks_of(cut, state.cut.part):
-                yield ParameterBlock(name=name, parameter=parameter, offsets=block.offsets, of=partial(_slices, here))
+                yield ParameterBlock(name=name, parameter=parameter, offsets=block.offsets, of=itemgetter(here))
         else:
             yield ParameterBlock(
                 name=name, parameter=parameter, offsets=(0,) * parameter.ndim, of=lambda tensor: tensor
             )
-
-
-def _row(slot: int, tensor: Tensor) -> Tensor:
-    return tensor[slot]
-
-
-def _slices(here: tuple[slice, ...], tensor: Tensor) -> Tensor:
-    return tensor[here]
