@@ -116,15 +116,12 @@ class WorkerLogs:
             rank: its index among those that were started together.
             slot: its number where ranks change: it is named as a worker then.
         """
-        reported = read_failure(self.path(rank, "failure.json")) if code > 0 else None
-        return reported or self._unreported(rank, code, slot)
-
-    def _unreported(self, rank: int, code: int, slot: int | None) -> RankFailure:
+        if code > 0 and (reported := read_failure(self.path(rank, "failure.json"))) is not None:
+            return reported
+        name, number = ("rank", rank) if slot is None else ("worker", slot)
         tail = _last_lines(self.path(rank, "err"))
-        name = f"rank {rank}" if slot is None else f"worker {slot}"
-        message = f"{name} {how_it_ended(code)}"
-        number = rank if slot is None else slot
-        return RankFailure(rank=number, kind="death", message=message, details="\n".join(tail), time_s=0.0)
+        message, details = f"{name} {number} {how_it_ended(code)}", "\n".join(tail)
+        return RankFailure(rank=number, kind="death", message=message, details=details, time_s=0.0)
 
 
 def _last_lines(path: Path) -> list[str]:
@@ -285,9 +282,6 @@ def ignore_signals() -> None:
     """Ignore further signals while the launcher ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-__all__ = ["LocalLauncher", "RanksFailed"]
 
 
 @dataclass(kw_only=True)
@@ -487,17 +481,17 @@ class ElasticLauncher:
             try:
                 has_finished = workers.run()
             except RanksFailed:
-                workers.end(self.grace_s)
+                end(workers.processes, self.grace_s)
                 raise
             except SignalException as stop:
                 with suppress(SignalException):  # a second signal ends them at once
                     if stop.sigval == signal.SIGTERM and self.settings.notice_on_sigterm:
                         workers.ask_to_leave()
-                    workers.end_on_signal(stop.sigval, self.grace_s)
+                    end_on_signal(workers.processes, stop.sigval, self.grace_s)
                 raise Interrupted(stop.sigval) from None
             finally:
                 ignore_signals()
-                workers.end(0.0)
+                end(workers.processes, 0.0)
             if has_finished and etcd is not None:
                 etcd.record_end()
 
@@ -765,19 +759,16 @@ class _Workers:
         """Pass a notice of preemption on, and wait until the workers have finished their step, transferred their state
         and left; the scheduler has a limit of its own.
         """
-        for worker in self._running.values():
-            worker.process.terminate()
+        for process in self.processes:
+            process.terminate()
         deadline = time.monotonic() + _SAVING_S
-        while any(w.process.poll() is None for w in self._running.values()) and time.monotonic() < deadline:
+        while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
             time.sleep(_ELASTIC_POLL_S)
 
-    def end_on_signal(self, received: signal.Signals, grace_s: float) -> None:
-        """End all running workers after a signal."""
-        end_on_signal([worker.process for worker in self._running.values()], received, grace_s)
-
-    def end(self, grace_s: float) -> None:
-        """End all running workers."""
-        end([worker.process for worker in self._running.values()], grace_s)
+    @property
+    def processes(self) -> list[Process]:
+        """Those of all running workers."""
+        return [worker.process for worker in self._running.values()]
 
     def _start(self, slot: int) -> None:
         launcher = self._launcher
