@@ -41,6 +41,7 @@ from moe_lightning.elastic.protocol import (
     Refused,
     WakingSelector,
     WireError,
+    describe_error,
     encode,
     read_secret,
 )
@@ -492,14 +493,14 @@ class ClientConnection:
             family, target = found
             opened = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
-            self._disconnect(_describe_error(error), now)
+            self._disconnect(describe_error(error), now)
             return
         opened.setblocking(False)
         self._link = _Link(opened, self._secret, now)
         try:
             self._link.connect(target)
         except OSError as error:
-            self._disconnect(_describe_error(error), now)
+            self._disconnect(describe_error(error), now)
             return
         self._selector.register(opened, selectors.EVENT_READ | selectors.EVENT_WRITE, None)
 
@@ -517,7 +518,7 @@ class ClientConnection:
             self._disconnect(str(error), now)
             self.is_refused = True
         except (OSError, WireError) as error:
-            self._disconnect(_describe_error(error), now)
+            self._disconnect(describe_error(error), now)
 
     def _read(self, link: _Link, now: float) -> None:
         was_open, messages = link.is_open, link.receive(now)
@@ -573,11 +574,6 @@ class ClientConnection:
             with suppress(KeyError):
                 self._selector.unregister(link.socket)
             link.close()
-
-
-def _describe_error(error: Exception) -> str:
-    strerror: Any = getattr(error, "strerror", None)
-    return str(strerror).lower() if strerror else str(error)
 
 
 _STEP_S = 0.1

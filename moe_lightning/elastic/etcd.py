@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from moe_lightning.config import shown
 from moe_lightning.elastic.membership import LOOPBACK
-from moe_lightning.elastic.protocol import Address
+from moe_lightning.elastic.protocol import Address, describe_error
 from moe_lightning.errors import ConfigurationError
 
 Json = dict[str, Any]
@@ -273,7 +273,7 @@ class EtcdClient:
                         raise EtcdError(f"{url} ended the watch")
                     changed()
             except (OSError, HTTPException, ValueError) as error:
-                raise EtcdError(f"{url}: {_describe(error)}") from None
+                raise EtcdError(f"{url}: {describe_error(error)}") from None
             finally:
                 with self._lock:
                     self._stream = None
@@ -339,7 +339,7 @@ class EtcdClient:
                     "ETCDCTL_CERT and ETCDCTL_KEY"
                 ) from None
             except (OSError, HTTPException) as error:
-                raise EtcdError(f"{url}: {_describe(error)}") from None
+                raise EtcdError(f"{url}: {describe_error(error)}") from None
         try:
             answer = json.loads(text)
         except ValueError:
@@ -392,11 +392,6 @@ class EtcdClient:
 
 class _TokenExpired(EtcdError):
     """The token of a user has expired: authenticate again."""
-
-
-def _describe(error: Exception) -> str:
-    strerror = getattr(error, "strerror", None)
-    return str(strerror).lower() if strerror else str(error) or "it ended the connection"
 
 
 def _entry(found: Json) -> Entry | None:

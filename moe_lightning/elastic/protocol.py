@@ -317,6 +317,12 @@ class WireError(Exception):
     """Violation of the protocol by the other end: close the connection."""
 
 
+def describe_error(error: Exception) -> str:
+    """Return what an error of a connection says, for the end of a sentence."""
+    strerror = getattr(error, "strerror", None)
+    return str(strerror).lower() if strerror else str(error) or "it ended the connection"
+
+
 class Refused(WireError):
     """Permanent refusal (another secret or version), as one sentence for the user."""
 
