@@ -174,20 +174,12 @@ class Membership(Protocol):
 
     Attributes:
         task: from the launcher.
-        settings: timeouts of this run.
-        node: the failure domain of this process.
         store: for building groups, under the prefix `members.name`; no wait on it may outlive the world.
         reason: why the last guarded world broke, as one sentence; None while it holds.
         notice: notice of preemption of this process, as a sentence; None without one.
     """
 
     task: ElasticTask
-
-    @property
-    def settings(self) -> ElasticSettings: ...
-
-    @property
-    def node(self) -> str: ...
 
     @property
     def store(self) -> Store: ...

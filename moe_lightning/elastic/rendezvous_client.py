@@ -40,7 +40,7 @@ from pathlib import Path
 from moe_lightning.elastic.client_state import ClientState, Endpoint
 from moe_lightning.elastic.connection import ClientConnection, RendezvousStore, StoreRequests
 from moe_lightning.elastic.etcd_rendezvous import LeaderLookup
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
+from moe_lightning.elastic.membership import ElasticTask, Members
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
 from moe_lightning.elastic.worker import Preempted, RunFinished, end_hanging_process
@@ -306,21 +306,6 @@ class RendezvousClient:
         self._thread.start()
         self._preemption = PreemptionWatch(task.settings)
 
-    @property
-    def settings(self) -> ElasticSettings:
-        """Timeouts of this run."""
-        return self.task.settings
-
-    @property
-    def node(self) -> str:
-        """Failure domain of this process."""
-        return self.task.node
-
-    @property
-    def member_id(self) -> str:
-        """Name of this process among the members; a new one after an eviction."""
-        return self._state.member_id
-
     # ------------------------------------------------------------------ called by the main thread
 
     @property
@@ -449,7 +434,7 @@ class RendezvousClient:
             return world.reason if world is not None and world.rating > 1 else None
 
         with self._changed:
-            return self._changed.wait_for(cause, self.settings.silence_timeout_s + 1.0)
+            return self._changed.wait_for(cause, self.task.settings.silence_timeout_s + 1.0)
 
     def has_newcomers(self) -> bool:
         """Return True if a process outside the present world has been waiting for at least `join_window_s`.
@@ -484,7 +469,7 @@ class RendezvousClient:
         self._preemption.close()
         with self._changed:
             # A host that is restarted now, or its successor, learns it from the next introduction.
-            self._changed.wait_for(lambda: self._state.is_finish_known, self.settings.silence_timeout_s)
+            self._changed.wait_for(lambda: self._state.is_finish_known, self.task.settings.silence_timeout_s)
             self._state.leave()
             self._carry_out()
         self._closed.set()
@@ -494,7 +479,7 @@ class RendezvousClient:
 
     def _check_host(self, started: float) -> None:
         """Raise if the host has not answered for too long."""
-        link, limit = self._connection, self.settings.rendezvous_timeout_s
+        link, limit = self._connection, self.task.settings.rendezvous_timeout_s
         if link.is_connected:
             return
         if link.is_refused and not self._state.has_registered:
@@ -524,7 +509,7 @@ class RendezvousClient:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        step_s = min(_LONGEST_STEP_S, self.settings.heartbeat_interval_s(1) / 2)
+        step_s = min(_LONGEST_STEP_S, self.task.settings.heartbeat_interval_s(1) / 2)
         while not self._closed.is_set():
             try:
                 losses = self._connection.losses

@@ -253,7 +253,7 @@ class ElasticWorlds:
             size=members.size,
             backend=self._strategy.process_group_backend,
             timeout=self._strategy.options.timeout,
-            build_timeout_s=self.engine.settings.build_timeout_s,
+            build_timeout_s=self.engine.task.settings.build_timeout_s,
             device=self._strategy.root_device,
             layout=self._strategy.worlds.layout(members.nodes),
             generation=members.number,
@@ -267,7 +267,7 @@ class ElasticWorlds:
     @property
     def node(self) -> str:
         """Name of this rank's node; "" where ranks do not come and go."""
-        return self.engine.node
+        return self.engine.task.node
 
     @property
     def is_broken(self) -> bool:
@@ -287,7 +287,7 @@ class ElasticWorlds:
     @property
     def leaves_on_sigterm(self) -> bool:
         """True if SIGTERM asks this rank to leave the others."""
-        return self.engine.settings.notice_on_sigterm
+        return self.engine.task.settings.notice_on_sigterm
 
     def protection(self) -> ProtectionLayout | None:
         """Return the ranks that protect each other's snapshots in the present world; None: none do."""
@@ -301,7 +301,7 @@ class ElasticWorlds:
             reason: as one sentence.
         """
         world = self._strategy.worlds.present
-        if world.size - 1 < max(1, self.engine.settings.min_ranks):
+        if world.size - 1 < max(1, self.engine.task.settings.min_ranks):
             return False
         if rank == world.rank:
             self._departure = reason
@@ -435,7 +435,7 @@ class ElasticWorlds:
             MembersChange: somebody came, or shall leave.
             WorldTooSmall: on all ranks, nobody came within `join_timeout_s`; the state is saved.
         """
-        worlds, settings, loop = self._strategy.worlds, self.engine.settings, self._state.trainer.fit_loop
+        worlds, settings, loop = self._strategy.worlds, self.engine.task.settings, self._state.trainer.fit_loop
         world, timeout_s = worlds.present, settings.join_timeout_s
         limit = max(settings.min_ranks, worlds.axes.num_ranks)
         if world.size >= limit:

@@ -60,7 +60,7 @@ while not stop:
         store = dist.PrefixStore(members.name, engine.store)
         with GroupAborter() as aborter:
             engine.guard(members, aborter.abort)
-            timeout = begin_build(store, members.size, engine.settings.build_timeout_s)
+            timeout = begin_build(store, members.size, engine.task.settings.build_timeout_s)
             if len(fate) == 1:
                 engine.store.set = partial(set_and_die, engine.store.set, signal.Signals[fate[0]])
             dist.init_process_group("gloo", store=store, rank=members.rank, world_size=members.size, timeout=timeout)

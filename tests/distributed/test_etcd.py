@@ -256,7 +256,7 @@ def test_a_leader_that_cannot_commit_leads_again_with_the_record_that_is_there(o
         member = RendezvousClient(task)
         assert member.join(is_ready=True).number > 7
         (entry,) = client.transact([], [get("/moe-lightning/run/world")]).found
-        assert json.loads(entry.value)["members"] == [member.member_id]
+        assert json.loads(entry.value)["members"] == [member._state.member_id]
         member.close()
 
 
@@ -307,7 +307,7 @@ def test_a_world_that_cannot_be_committed_is_not_announced(tmp_path: Path) -> No
     member = RendezvousClient(ElasticTask(address=str(address), secret_file=str(secret), node="a", settings=QUICK))
     with pytest.raises(ConfigurationError, match="has not answered"):
         member.join()
-    assert asked == [(member.member_id,)]
+    assert asked == [(member._state.member_id,)]
     member.close()
     server.close()
 

@@ -100,9 +100,9 @@ def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.Monk
     """Also if a rank is lost in its first step: the ranks that are left have the state."""
     found: list[bool] = []
     world = SimpleNamespace(size=1, rank=0, is_connected=False)
-    engine = MagicMock(reason="a rank was lost", task=SimpleNamespace(starts=1))
+    engine = MagicMock(reason="a rank was lost")
+    engine.task.starts, engine.task.settings.min_ranks = 1, 1
     engine.is_finished.side_effect = lambda: engine.finish.called
-    engine.settings.min_ranks = 1
     worlds = Worlds()
     strategy: Any = SimpleNamespace(
         worlds=worlds, state=MagicMock(), options=MagicMock(), root_device=torch.device("cpu")
@@ -133,8 +133,8 @@ def test_a_process_that_starts_a_script_anew_joins_no_later_fit(
     monkeypatch: pytest.MonkeyPatch, fits: tuple[int, int], error: type[Exception] | None
 ) -> None:
     """Fits that this process and another rank of its new world have begun."""
-    engine = MagicMock(task=SimpleNamespace(starts=1))
-    engine.settings.min_ranks = 1
+    engine = MagicMock()
+    engine.task.starts, engine.task.settings.min_ranks = 1, 1
     world = SimpleNamespace(size=2, rank=0, is_connected=False)
     strategy: Any = MagicMock(worlds=Worlds())
     monkeypatch.setattr(Worlds, "present", world)

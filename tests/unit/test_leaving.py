@@ -147,7 +147,7 @@ def test_a_departure_is_granted_for_one_world(monkeypatch: pytest.MonkeyPatch) -
     """A rank lost meanwhile, there may be too few others."""
     monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
     worlds = elastic(offline(0, 3))
-    worlds.engine.settings.min_ranks = 2
+    worlds.engine.task.settings.min_ranks = 2
     assert worlds.request_departure(0, "it is slow")
     worlds._leave("rank 2 died")
     assert worlds._departure is None
