@@ -354,24 +354,6 @@ class PlacedExperts:
             layer.move(Dispatcher(*place))
         self._set_stacks(self.stacks)
 
-    def hand_over(
-        self,
-        staying: Sequence[int],
-        placements: Sequence[Placement],
-        optimizers: Sequence[Optimizer],
-        nodes: Sequence[str] | None = None,
-    ) -> MigrationReport:
-        """Transfer the experts that only leaving ranks hold to the others, still in the present world; collective.
-
-        Args:
-            staying: the ranks that stay.
-            placements: over those, in their order.
-            optimizers: their states move with the experts.
-            nodes: of all ranks of the present world.
-        """
-        wide = [placement.over(staying, self.world.size) for placement in placements]
-        return self.enter_world(self.world, wide, held_states(self.placements), optimizers, nodes)
-
     def _move(
         self,
         placements: Sequence[Placement],

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.arrays import BoolArray
 from moe_lightning.balancing.migration import held_states
-from moe_lightning.balancing.repair import repair_placements
+from moe_lightning.balancing.repair import repair_stages
 from moe_lightning.checkpoint.full_state import broadcast_optimizers
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.training_state import TrainingState, WindowReplay, replay_of, restore_random_state
@@ -474,14 +474,10 @@ class StateTransfer:
             min_replicas: nodes that shall hold each expert.
         """
         state = self._state
-        if state.experts.placements:
-            repair = repair_placements(
-                held_states(state.experts.placements)[..., staying],
-                nodes=[nodes[rank] for rank in staying],
-                min_replicas=min_replicas,
-                max_slots=state.max_slots,
-            )
-            state.experts.hand_over(staying, repair.placements, state.optimizers, nodes)
+        if placements := state.experts.placements:
+            held, ranks = held_states(placements), [staying] * len(placements)
+            repair = repair_stages(held, ranks, nodes=nodes, min_replicas=min_replicas, max_slots=state.max_slots)
+            state.experts.enter_world(world, repair.placements, held, state.optimizers, nodes)
         state.shards.hand_over(staying, world)
 
 

@@ -30,7 +30,7 @@ class SlowToLeave(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         elastic, experts = trainer.strategy.elastic, trainer.strategy.experts
         assert isinstance(elastic, ElasticWorlds)
-        engine, inner = elastic.engine, experts.hand_over
+        engine, inner = elastic.engine, experts.enter_world
         if engine.task.slot != 1:
             return
 
@@ -43,7 +43,7 @@ class SlowToLeave(pl.Callback):
                 time.sleep(0.01)
             return report
 
-        experts.hand_over = late  # type: ignore[method-assign]
+        experts.enter_world = late  # type: ignore[method-assign]
 
 
 def slow_to_leave(folder: Path) -> list[Any]:
