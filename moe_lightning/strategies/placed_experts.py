@@ -287,7 +287,8 @@ class PlacedExperts:
         check_agreement(wanted, "the new placement", self.world)  # first: what is refused then, every rank refuses
         dispatchers = self._dispatchers(placements)
         before = [layer.experts.slot_experts for layer in self.layers]
-        return self._move(placements, dispatchers, before, held_states(self.placements), optimizers, began, nodes)
+        moved, sent = self._move(placements, dispatchers, before, held_states(self.placements), optimizers, nodes)
+        return MigrationReport(moved_states=moved, sent_bytes=sent, migration_s=time.perf_counter() - began)
 
     def check(self, placements: Sequence[Placement]) -> None:
         """Check placements as `replace` does, as far as this rank can alone; raises as that."""
@@ -301,7 +302,7 @@ class PlacedExperts:
         optimizers: Sequence[Optimizer],
         nodes: Sequence[str] | None = None,
         transfers: Sequence[Transfer] | None = None,
-    ) -> MigrationReport:
+    ) -> None:
         """Enter another world: the same rows, new peers; experts move to the ranks of the placements. Collective.
 
         Slots grow where a placement needs more, or other ranks have more: all then have the same number.
@@ -316,7 +317,6 @@ class PlacedExperts:
             nodes: of the ranks; experts come from the own node where they can.
             transfers: of these layers, if other ranks have other layers; None: those of `plan_migration`.
         """
-        began = time.perf_counter()
         needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
         slots = max(all_gather_json(max([needed, *(room for layer in self.room for room in layer)]), world))
         self.speeds = None
@@ -330,7 +330,7 @@ class PlacedExperts:
             # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
             after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
             dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, *self._dispatch))
-        return self._move(placements, dispatchers, before, held, optimizers, began, nodes, transfers)
+        self._move(placements, dispatchers, before, held, optimizers, nodes, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
         """Set the layers, in the slots as they are, until `dispatch_among` gives them dispatchers.
@@ -361,11 +361,12 @@ class PlacedExperts:
         before: Sequence[tuple[int, ...]],
         held: BoolArray,
         optimizers: Sequence[Optimizer],
-        began: float,
         nodes: Sequence[Hashable] | None = None,
         transfers: Sequence[Transfer] | None = None,
-    ) -> MigrationReport:
-        """Transfer rows to the placements' ranks and give the layers their new dispatchers."""
+    ) -> tuple[int, int]:
+        """Transfer rows to the placements' ranks and give the layers their new dispatchers. Returns the number of
+        states that changed ranks, and the bytes that this rank has sent.
+        """
         of_all = transfers is None
         if transfers is None:
             transfers = plan_migration(held, placements, nodes).transfers
@@ -379,11 +380,7 @@ class PlacedExperts:
             layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})
         self._set_stacks(stacks)
         self.set_speeds(self.speeds)
-        return MigrationReport(
-            moved_states=len(transfers),
-            sent_bytes=sent_bytes,
-            migration_s=time.perf_counter() - began,
-        )
+        return len(transfers), sent_bytes
 
     def _dispatchers(self, placements: Sequence[Placement]) -> list[Dispatcher]:
         """Build the dispatchers of new placements. Every rank checks all ranks, so that either all move experts or none
