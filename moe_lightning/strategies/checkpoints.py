@@ -198,16 +198,12 @@ class Checkpoints:
         Raises:
             ConfigurationError: on every rank, that of rank 0.
         """
+        if not self._worlds.is_joined:  # a module that is only connected is saved by one rank
+            return convert()
         converted: dict[str, Any] | None = None
-
-        def choose() -> None:
-            nonlocal converted
-            converted = convert()
-
-        if self._worlds.is_joined:
-            decided(choose, self._worlds.present)
-        else:  # a module that is only connected is saved by one rank
-            choose()
+        with failing_together(self._worlds.present):
+            if self._worlds.present.rank == 0:
+                converted = convert()
         return converted
 
     def _plain(self, value: Any, name: str = "") -> Any:
