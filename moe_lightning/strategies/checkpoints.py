@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -160,8 +160,11 @@ class Checkpoints:
             ConfigurationError: as `plain`.
         """
         trainer, rank = self._state.trainer, self._worlds.present.rank
-        with self._leave_state_out():
+        self._without_state = True
+        try:
             dump = private_lightning.dump_trainer(trainer)
+        finally:
+            self._without_state = False
         objects: dict[str, Any] = {}
         if rank == 0:
             tensors = ("state_dict", "optimizer_states", CURRENT)
@@ -214,14 +217,6 @@ class Checkpoints:
         if found:
             rank_zero_warn(advice_for(found))
         return converted
-
-    @contextmanager
-    def _leave_state_out(self) -> Generator[None, None, None]:
-        self._without_state = True
-        try:
-            yield
-        finally:
-            self._without_state = False
 
     # ------------------------------------------------------------------ restoring
 
