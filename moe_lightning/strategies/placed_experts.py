@@ -606,10 +606,6 @@ class StageMap:
         """Select the entries of the layers here from those of all layers."""
         return list(of_layers)
 
-    def is_up_to_date(self, experts: PlacedExperts) -> bool:
-        """True if the layers of the module are still those that were placed."""
-        return experts.is_up_to_date()
-
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
         """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
         return experts.stacks

@@ -584,10 +584,6 @@ class StageState(StageMap):
         return [one for one, (_, stage) in zip(of_layers, self._layers, strict=True) if stage in self.cut.stages]
 
     @override
-    def is_up_to_date(self, experts: PlacedExperts) -> bool:
-        return True
-
-    @override
     def replace(
         self,
         experts: PlacedExperts,

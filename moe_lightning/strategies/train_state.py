@@ -123,7 +123,7 @@ class TrainState:
         known = self._experts
         if known is None or known.module is not module or known.world is not self._worlds.present.stage:
             return False
-        return self.stages.is_up_to_date(known)
+        return self.stages.num_stages > 1 or known.is_up_to_date()  # a pipeline keeps its layers
 
     def set_module(
         self, module: pl.LightningModule, experts: PlacedExperts, stages: StageMap, transfer: StateTransfer
