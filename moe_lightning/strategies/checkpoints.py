@@ -90,7 +90,7 @@ class Checkpoints:
             return {}
         stages = self._state.stages
         with self._state.averaging.weights(averaged=averaged) as differ:
-            whole = stages.full_model_state(local(), stages.stacks(self._state.experts))
+            whole = stages.full_model_state(local(), self._state.experts)
             return {n: v.clone() if differ and isinstance(v, Tensor) else v for n, v in whole.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

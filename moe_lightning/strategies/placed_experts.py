@@ -646,20 +646,13 @@ class StageMap:
 
     # ------------------------------------------------------------------ one file
 
-    def full_model_state(self, state: Mapping[str, Any], stacks: Sequence[ExpertStack]) -> dict[str, Any]:
+    def full_model_state(self, state: Mapping[str, Any], experts: PlacedExperts) -> dict[str, Any]:
         """Return the whole module's state_dict on rank 0; empty on the others. Collective.
 
         Args:
             state: state_dict of this rank's parts.
-            stacks: those of all layers.
         """
-        return full_model_state(state, self._expert_keys(stacks), self.world, cuts=cuts_of(self._module))
-
-    def _expert_keys(self, stacks: Sequence[ExpertStack]) -> dict[str, ExpertStack]:
-        """Return the state_dict keys of the expert parameters of the module as it is, with their stacks."""
-        owners = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
-        named = self._module.named_parameters(remove_duplicate=False)
-        return {name: owners[parameter] for name, parameter in named if parameter in owners}
+        return full_model_state(state, experts.keys(self._module), self.world, cuts=cuts_of(self._module))
 
     def own_part(self, full: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""

@@ -689,15 +689,17 @@ class StageState(StageMap):
     # ------------------------------------------------------------------ one file
 
     @override
-    def full_model_state(self, state: Mapping[str, Any], stacks: Sequence[ExpertStack]) -> dict[str, Any]:
+    def full_model_state(self, state: Mapping[str, Any], experts: PlacedExperts) -> dict[str, Any]:
+        owners = {parameter: stack for stack in self.stacks(experts) for parameter in stack.parameters.values()}
         with self.cut.whole():
-            experts, cuts = self._expert_keys(stacks), cuts_of(self.cut.module)
+            named, cuts = self.cut.module.named_parameters(remove_duplicate=False), cuts_of(self.cut.module)
+            keys = {name: owners[parameter] for name, parameter in named if parameter in owners}
         own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
-        whole_here = own.keys() - experts.keys() - cuts.keys()
+        whole_here = own.keys() - keys.keys() - cuts.keys()
         first = [
             name for name in whole_here if self.holders(name)[0] == self.world.rank and isinstance(own[name], Tensor)
         ]
-        whole = full_model_state(own, experts, self.world, cuts=cuts, elsewhere=first)
+        whole = full_model_state(own, keys, self.world, cuts=cuts, elsewhere=first)
         return {name: whole[name] for name in self._names} if whole else {}
 
     @override
