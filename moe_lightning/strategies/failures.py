@@ -25,7 +25,6 @@ from moe_lightning.elastic.faults import explain, is_network_fault
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, common_store, without_waiting_for
-from moe_lightning.strategies.gradients import explained_norm
 from moe_lightning.strategies.worlds import FixedWorld, Worlds
 from moe_lightning.user_errors import one_line
 
@@ -162,19 +161,22 @@ class TrainerFailures:
 
 def explained(error: Exception) -> Exception:
     """Return the exception to raise instead of an error of torch or Lightning, with its cure."""
-    error = explained_norm(error)
-    if "Expected to have finished reduction in the prior iteration" in str(error):
+    text, functions = str(error), {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+    if "grad_norm" in functions and any(words in text for words in ("torch.Tensor and DTensor", "not allocated yet")):
+        return ConfigurationError(
+            "grad_norm cannot read gradients of which every rank holds rows: use moe_lightning.gradient_norms(module)"
+        )
+    if "Expected to have finished reduction in the prior iteration" in text:
         return ConfigurationError(
             "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
             "ExpertParallelStrategy(find_unused_parameters=True)"
         )
-    functions = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
     if isinstance(error, KeyError) and "on_save_checkpoint" in functions:
         error.add_note(
             "checkpoint['state_dict'] and ['optimizer_states'] are filled on rank 0 alone, and empty in checkpoint "
             "directories: edit them with .get or .pop(key, None)"
         )
-    if "mixed torch.Tensor and DTensor" in str(error):
+    if "mixed torch.Tensor and DTensor" in text:
         error.add_note(
             "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "
             "its parts, and use its weights nowhere else, or use dense=zero1"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from traceback import extract_tb
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,18 +53,6 @@ def gradient_norms(module: pl.LightningModule) -> dict[str, Tensor]:
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     norms = {f"grad_2.0_norm/{name}": global_gradient_norm([p], stack_of, world.stage) for name, p in named.items()}
     return norms | {"grad_2.0_norm_total": global_gradient_norm(named.values(), stack_of, world.stage, world.pipe)}
-
-
-def explained_norm(error: Exception) -> Exception:
-    """Return the exception to raise instead of an error of stock functions that read whole gradients of one process
-    only.
-    """
-    is_norm = any(frame.name == "grad_norm" for frame in extract_tb(error.__traceback__))
-    if not is_norm or not any(words in str(error) for words in ("torch.Tensor and DTensor", "not allocated yet")):
-        return error
-    return ConfigurationError(
-        "grad_norm cannot read gradients of which every rank holds rows: use moe_lightning.gradient_norms(module)"
-    )
 
 
 @torch.no_grad()
