@@ -1015,7 +1015,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def _evaluation(self, stock: Callable[..., Any], context: Context) -> Callable[..., Any]:
         """Return the function that evaluates a batch: Lightning's, or the pipeline's."""
         pipeline = self._pipeline
-        if pipeline is None or pipeline.is_whole:
+        if pipeline is None or pipeline.cut.is_whole:  # too few ranks to train: every one holds all stages
             return stock
         return partial(pipeline.evaluate, getattr(self.state.module, stock.__name__), context)
 

@@ -315,11 +315,6 @@ class Pipeline:
     def _is_last(self) -> bool:
         return self.cut.stages[-1] == self.cut.num_stages - 1
 
-    @property
-    def is_whole(self) -> bool:
-        """True if every rank holds all stages: there are too few ranks, which do not train."""
-        return self.cut.is_whole
-
     # ------------------------------------------------------------------ steps
 
     def train(self, context: Context, arguments: Sequence[Any]) -> Any:
