@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -202,16 +203,19 @@ class PlacedExperts:
         self.speeds: IntArray | None = None
         self.world = world
         self._groups = dispatch_groups(world.size, ep_size or world.size)
-        self._quota: QuotaPolicy = quota
-        self._dispatch = dispatch, plan_on
+        self._new_dispatcher = partial(Dispatcher, quota=quota, backend=dispatch, plan_on=plan_on)
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
                 broadcast_experts(layer, world)
             held = in_slots(placement, world.rank, slots)
-            layer.place(Dispatcher(placement, world, self._groups, quota, held, index, *self._dispatch), world.device)
+            layer.place(self._dispatcher(index, placement, held), world.device)
         ranks = range(world.size)
         self.room = [[len(in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._set_stacks(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
+
+    def _dispatcher(self, layer: int, placement: Placement, slots: Sequence[int]) -> Dispatcher:
+        """Build a dispatcher of a layer in the present world."""
+        return self._new_dispatcher(placement, self.world, self._groups, slot_experts=slots, layer=layer)
 
     @property
     def placements(self) -> list[Placement]:
@@ -329,7 +333,7 @@ class PlacedExperts:
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
             after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
-            dispatchers.append(Dispatcher(placement, world, self._groups, self._quota, after, index, *self._dispatch))
+            dispatchers.append(self._dispatcher(index, placement, after))
         self._move(placements, dispatchers, before, held, optimizers, nodes, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
@@ -350,8 +354,7 @@ class PlacedExperts:
         self.hold(layers, placements)
         self.room = [[layer.experts.num_slots] * world.size for layer in layers]
         for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
-            place = placement, world, self._groups, self._quota, layer.experts.slot_experts, index, *self._dispatch
-            layer.move(Dispatcher(*place))
+            layer.move(self._dispatcher(index, placement, layer.experts.slot_experts))
         self._set_stacks(self.stacks)
 
     def _move(
@@ -403,9 +406,8 @@ class PlacedExperts:
                         f"the placement of MoE layer {index} puts {len(placement.experts_on(rank))} experts on rank "
                         f"{rank}, which keeps {room} slots: raise the strategy's slots"
                     )
-            held = placement.experts_on(self.world.rank)
-            slots = next_slots(layer.experts.slot_experts, held)
-            result.append(Dispatcher(placement, self.world, self._groups, self._quota, slots, index, *self._dispatch))
+            slots = next_slots(layer.experts.slot_experts, placement.experts_on(self.world.rank))
+            result.append(self._dispatcher(index, placement, slots))
         return result
 
     # ------------------------------------------------------------------ shadows
