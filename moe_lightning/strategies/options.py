@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
 from multiprocessing import get_all_start_methods
@@ -88,38 +88,34 @@ def check_stock_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in options.items() if name not in stock}
 
 
+@dataclass(kw_only=True)
 class PlacementOptions:
     """Options of placement and dispatch: see ExpertParallelStrategy.
 
     Attributes:
-        slots: as given.
         promised_replicas: nodes that hold each expert if slots allow; recovery relies on it.
 
     Raises:
         ConfigurationError: two placements, or an unknown dispatch.
     """
 
-    def __init__(
-        self,
-        *,
-        ep_size: int | None,
-        replicas: int | None,
-        placement: str | os.PathLike[str] | Sequence[Any] | None,
-        quota: QuotaPolicy,
-        dispatch: str,
-        plan: PlanPlace,
-        slots: int | None,
-        kernels: BackendName | None,
-    ) -> None:
-        if placement is not None and replicas is not None:
+    ep_size: int | None
+    replicas: int | None
+    placement: str | os.PathLike[str] | Sequence[Any] | None
+    quota: QuotaPolicy
+    dispatch: str
+    plan: PlanPlace
+    slots: int | None
+    kernels: BackendName | None
+    promised_replicas: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        if self.placement is not None and self.replicas is not None:
             raise ConfigurationError(
-                f"replicas={replicas} belongs to the uniform placement: give either replicas or placement, not both"
+                f"replicas={self.replicas} belongs to the uniform placement: give either replicas or placement, not "
+                "both"
             )
-        self._ep_size, self._replicas, self._placement, self.slots = ep_size, replicas, placement, slots
-        DISPATCH_BACKENDS.find(dispatch)
-        self._quota: QuotaPolicy = quota
-        self._dispatch, self._plan_on, self._kernels = dispatch, plan, kernels
-        self.promised_replicas = 1
+        DISPATCH_BACKENDS.find(self.dispatch)
 
     def require_replicas(self, nodes: int, world_size: int) -> int:
         """Promise that so many nodes hold each expert, in later placements too. The uniform placement holds each that
@@ -131,14 +127,14 @@ class PlacementOptions:
         Raises:
             ConfigurationError: dispatch groups, which a changing number of ranks cannot keep.
         """
-        if self._ep_size is not None:
+        if self.ep_size is not None:
             raise ConfigurationError(
-                f"ep_size={self._ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
+                f"ep_size={self.ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
             )
         self.promised_replicas = nodes
-        if self._replicas is None and self._placement is None:
-            self._replicas = min(nodes, world_size)
-        return self._replicas or 1
+        if self.replicas is None and self.placement is None:
+            self.replicas = min(nodes, world_size)
+        return self.replicas or 1
 
     def place(self, module: nn.Module, world: World, stages: StageMap) -> PlacedExperts:
         """Put a module's experts into slots; collective.
@@ -147,20 +143,20 @@ class PlacementOptions:
             world: the ranks, of each stage of a pipeline.
             stages: of the module.
         """
-        if self._kernels is not None:
-            set_backend(self._kernels)
+        if self.kernels is not None:
+            set_backend(self.kernels)
         with stages.whole_module():
             placements = resolve_placements(
-                module, world.size, ep_size=self._ep_size, replicas=self._replicas, placement=self._placement
+                module, world.size, ep_size=self.ep_size, replicas=self.replicas, placement=self.placement
             )
         return PlacedExperts(
             module,
             stages.set_placements(placements),
             world,
-            ep_size=self._ep_size,
-            quota=self._quota,
-            dispatch=self._dispatch,
-            plan_on=self._plan_on,
+            ep_size=self.ep_size,
+            quota=self.quota,
+            dispatch=self.dispatch,
+            plan_on=self.plan,
             slots=self.slots,
         )
 
