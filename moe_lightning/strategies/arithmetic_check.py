@@ -152,7 +152,7 @@ class ArithmeticCheck:
         terms = torch.empty(2, length, dtype=torch.float64)
         ways = [_Way(source, (source + 1) % world.size) for source in sorted({before, world.rank})]
         transfer(ways, lambda way: [own.terms], lambda way: [terms], world)
-        return Element.of(header, terms)
+        return Element(**header, terms=terms)
 
     def _decided(self, own: Dispute | None) -> str:
         """Ask all ranks for their results, and return the findings in words; collective."""
@@ -162,7 +162,7 @@ class ArithmeticCheck:
         for judge, listed in enumerate(all_gather_json(row, world)):
             if listed is not None:
                 judged, header, terms = listed
-                element = Element.of(header, torch.tensor(terms, dtype=torch.float64))
+                element = Element(**header, terms=torch.tensor(terms, dtype=torch.float64))
                 disputes.append(Dispute((judge - 1) % world.size, judge, element, judged))
         votes = all_gather_json([dispute.element.computed for dispute in disputes], world)
         words, wrong = [], set[int]()

@@ -57,16 +57,10 @@ class Element:
     unit: float = _SINGLE
     most: float = math.inf
 
-    @classmethod
-    def of(cls, header: Sequence[Any], terms: Tensor) -> Element:
-        """Return the element that another rank has described by its `header`."""
-        place, value, again, unit, most = header
-        return cls(place=place, value=value, again=again, terms=terms, unit=unit, most=most)
-
     @property
-    def header(self) -> list[Any]:
+    def header(self) -> dict[str, Any]:
         """Plain values: all but the terms."""
-        return [self.place, self.value, self.again, self.unit, self.most]
+        return {name: value for name, value in vars(self).items() if name != "terms"}
 
     @property
     def computed(self) -> float:
