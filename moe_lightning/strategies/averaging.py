@@ -23,7 +23,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.averages import AVERAGE, Averages, set_aside
 from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
-from moe_lightning.strategies.worlds import call_hook
+from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
 
 CURRENT, REST = "current_model_state", "averaging_state"
 """Keys of Lightning's checkpoints: the weights that train on, whose averages are in `state_dict`, and the count."""
@@ -198,7 +198,7 @@ class Averaging:
         unless these come back.
         """
         assert self.averages is not None
-        call_hook(self._state.module, "on_before_weights_swap")
+        call_hook(self._state.module, ExpertParallelCallback.on_before_weights_swap)
         self._state.parts.reshard()
         unowned = self._state.shards.unowned
         if not self.are_in_module:

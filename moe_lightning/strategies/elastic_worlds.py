@@ -64,7 +64,7 @@ from moe_lightning.strategies.recovery import (
 )
 from moe_lightning.strategies.step_data import require_same_data
 from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import RecoveryReport, Worlds, call_hook
+from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport, Worlds, call_hook
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +373,9 @@ class ElasticWorlds:
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         trainer, worlds = self._state.trainer, self._strategy.worlds
         self._policy = policy
-        self._planner = RecoveryPlanner(policy.sources, partial(call_hook, self._state.module, "on_before_recovery"))
+        self._planner = RecoveryPlanner(
+            policy.sources, partial(call_hook, self._state.module, ExpertParallelCallback.on_before_recovery)
+        )
         set_up_data(trainer)
         self.step.begin_fit()
         self._fits += 1
@@ -580,7 +582,7 @@ class ElasticWorlds:
             seconds=seconds,
         )
         self.step.batch.record_lost(report.lost_ranks)
-        call_hook(self._state.module, "on_recovered", report)
+        call_hook(self._state.module, ExpertParallelCallback.on_recovered, report)
         self._faults.check(report.lost_ranks, version, reason)
 
     def _reason(self, fault: BaseException | None) -> str:
@@ -632,7 +634,7 @@ class ElasticWorlds:
         with watch.phase("resume"):
             self._plan = plan
             if plan.level == "live" and plan.stale:
-                call_hook(self._state.module, "on_stale_experts", plan.stale)
+                call_hook(self._state.module, ExpertParallelCallback.on_stale_experts, plan.stale)
             step.receive(plan, world)
             self._strategy.enter_world(world)
             self._share_stop()  # before `restore`, which asks it if a validation is due

@@ -101,7 +101,7 @@ from moe_lightning.strategies.step_update import StepUpdate
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
 from moe_lightning.strategies.watch import StopOnNan, UpdateSkipped
-from moe_lightning.strategies.worlds import FixedWorld, Worlds, call_hook
+from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld, Worlds, call_hook
 
 if TYPE_CHECKING:
     from moe_lightning.strategies.slow_ranks import SlowRank
@@ -387,7 +387,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """Release everything that belongs to the groups of the present world; values stay."""
         self._hangs.end()
         self.state.averaging.withdraw()
-        call_hook(self.state.module, "on_before_experts_move")
+        call_hook(self.state.module, ExpertParallelCallback.on_before_experts_move)
         self.model = self._dense_sum.unwrapped(self.state.module)
         self.state.parts.leave_world()
         self.steps.leave_world()
@@ -410,7 +410,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.step_data.enter_world(rank=world.data_rank, world_size=world.shape.dp, loaders=loaders)
         self.steps.sequences.enter_world(world)
         self.configure_ddp()
-        call_hook(self.state.module, "on_world_changed")
+        call_hook(self.state.module, ExpertParallelCallback.on_world_changed)
         self._hangs.begin(world, trainer.default_root_dir)
 
     @property
@@ -604,7 +604,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """Go on with the optimizers that a callback or the module has given the Trainer since the last step."""
         if self.state.has_replaced(self.optimizers):
             self._take_optimizers()
-            call_hook(self.state.module, "on_optimizers_replaced")
+            call_hook(self.state.module, ExpertParallelCallback.on_optimizers_replaced)
 
     @override
     def configure_ddp(self) -> None:
@@ -689,7 +689,7 @@ class ExpertParallelStrategy(DDPStrategy):
         Raises:
             ConfigurationError: a placement that does not fit the world, a dispatch group or the slots.
         """
-        call_hook(self.state.module, "on_before_experts_move")
+        call_hook(self.state.module, ExpertParallelCallback.on_before_experts_move)
         return self.state.stages.replace(self.experts, placements, self.optimizers, self.world.nodes)
 
     def start_shadow_experts(self, plans: Sequence[ShadowPlan], early_shares: Sequence[float] | None = None) -> None:

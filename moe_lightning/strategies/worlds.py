@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -49,17 +49,6 @@ class RecoveryReport:
     min_replicas: int
     began_at: float
     seconds: dict[str, float]
-
-
-HookName = Literal[
-    "on_before_experts_move",
-    "on_before_weights_swap",
-    "on_optimizers_replaced",
-    "on_before_recovery",
-    "on_stale_experts",
-    "on_world_changed",
-    "on_recovered",
-]
 
 
 class ExpertParallelCallback(Callback):
@@ -117,10 +106,10 @@ def expert_parallel_callbacks(module: pl.LightningModule) -> list[ExpertParallel
     return [c for c in ([] if trainer is None else trainer.callbacks) if isinstance(c, ExpertParallelCallback)]
 
 
-def call_hook(module: pl.LightningModule, name: HookName, *arguments: Any) -> None:
-    """Call a hook on all callbacks that have it, in the order of `trainer.callbacks`."""
+def call_hook(module: pl.LightningModule, hook: Callable[..., None], *arguments: Any) -> None:
+    """Call a hook of ExpertParallelCallback on all callbacks that have it, in the order of `trainer.callbacks`."""
     for callback in expert_parallel_callbacks(module):
-        getattr(callback, name)(module.trainer, module, *arguments)
+        getattr(callback, hook.__name__)(module.trainer, module, *arguments)
 
 
 class Worlds:
