@@ -155,19 +155,6 @@ def require_same_names(names: Sequence[list[str]]) -> None:
         )
 
 
-def require_separate_updates(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
-    """Refuse optimizers that update experts, or rows of parameters that are cut, by what lies beside them.
-
-    Args:
-        stacks: the parameters whose rows are experts.
-
-    Raises:
-        ConfigurationError: such an optimizer.
-    """
-    require_updates_by_expert(optimizers, stacks)
-    _require_updates_by_row(optimizers)
-
-
 def require_no_exchanged_weights(optimizers: Sequence[Optimizer]) -> None:
     """
     Raises:
@@ -276,7 +263,7 @@ def _why_not_on_host(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     return "it keeps a list of parameters of its own" if first in replica.state else None
 
 
-def _require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
+def require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
     """Try the optimizers of parameters that are cut by rows: the update of a row must not depend on rows that are
     elsewhere.
 

@@ -16,8 +16,9 @@ from moe_lightning.state.tensors import local
 from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
 from moe_lightning.strategies.checks import (
     require_no_exchanged_weights,
-    require_separate_updates,
+    require_updates_by_expert,
     require_updates_by_parameter,
+    require_updates_by_row,
 )
 from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
 from moe_lightning.strategies.options import RunOptions
@@ -93,7 +94,8 @@ class StepUpdate:
         """
         num_groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
         if (are_new or num_groups != self._num_groups) and self._worlds.may_have_peers:
-            require_separate_updates(optimizers, self._state.experts.stack_of)
+            require_updates_by_expert(optimizers, self._state.experts.stack_of)
+            require_updates_by_row(optimizers)
             if self._state.shards.kind == "zero1":
                 require_no_exchanged_weights(optimizers)
                 require_updates_by_parameter(optimizers, "dense=zero1")
