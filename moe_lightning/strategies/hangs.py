@@ -92,7 +92,7 @@ class Call(NamedTuple):
     phase: str
 
     def __str__(self) -> str:
-        return f"{self.operation}{self.sizes} {self.number} of {_short(self.group)}"
+        return f"{self.operation}{self.sizes} {self.number} of {self.group.partition(' ')[0]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,6 @@ class Standstill:
     def waits_in(self) -> Call | None:
         """The collective that it waits in."""
         return next((call for call in self.calls if not call.is_done), None)
-
-
-def _short(group: str) -> str:
-    return group.partition(" ")[0]
 
 
 def awaited(ranks: Mapping[int, Standstill]) -> list[int]:

@@ -35,16 +35,12 @@ class PrivateLauncher(SubprocessLauncher):
     private folder of rank 0.
 
     Args:
-        args: arguments of Lightning's launcher.
-        failed: called with an exception that leaves the Trainer, before its hooks for exceptions.
-        explained: returns the exception to raise instead of one that leaves the Trainer.
+        strategy: of ours.
     """
 
-    def __init__(
-        self, *args: Any, failed: Callable[[BaseException], None], explained: Callable[[Exception], Exception]
-    ) -> None:
-        super().__init__(*args)
-        self._failed, self._explained = failed, explained
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -55,8 +51,8 @@ class PrivateLauncher(SubprocessLauncher):
         try:
             return super().launch(function, *args, **kwargs)
         except BaseException as error:
-            self._failed(error)
-            shown = self._explained(error) if isinstance(error, Exception) else error
+            self._strategy.failed(error)  # before the Trainer's hooks for exceptions
+            shown = self._strategy.explained(error) if isinstance(error, Exception) else error
             if shown is error:
                 raise
             raise shown from None
@@ -157,8 +153,7 @@ def build_launcher(strategy: Any) -> PrivateLauncher | WorkerLauncher | None:
             "strategy='expert_parallel_notebook' or ExpertParallelStrategy(start_method='fork'), or run a script"
         )
     if start_method == "popen":
-        place = environment, num_processes, strategy.num_nodes
-        return PrivateLauncher(*place, failed=strategy.failed, explained=strategy.explained)
+        return PrivateLauncher(strategy)
     if environment.creates_processes_externally or is_elastic:
         raise ConfigurationError(
             f"start_method={start_method!r} starts the ranks itself, but torchrun, SLURM or moe-train "
