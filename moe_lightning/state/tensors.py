@@ -13,7 +13,7 @@ change those on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,23 +147,17 @@ def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:
 
 
 @contextmanager
-def updating_blocks(optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
-    """From the call of what it yields to its end, the optimizer sees the blocks of its parameters and gradients as
-    plain parameters.
+def updating_blocks(optimizer: Optimizer) -> Generator[None, None, None]:
+    """Let the optimizer see the blocks of its parameters and gradients as plain parameters, inside.
 
     Updates that work element by element are the same there, take no dispatch of DTensors, and may be fused or batched
     with those of parameters that are whole. States stay plain tensors of the block, under the parameter.
     """
-    blocks: dict[nn.Parameter, nn.Parameter] = {}
-
-    def use_blocks() -> None:
-        for group in optimizer.param_groups:
-            rows = [p for p in group["params"] if hasattr(p, "placements")]
-            blocks.update((p, _block_of(p)) for p in rows)
-        swap_parameters(optimizer, blocks)
-
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    blocks = {p: _block_of(p) for p in parameters if hasattr(p, "placements")}
+    swap_parameters(optimizer, blocks)
     try:
-        yield use_blocks
+        yield
     finally:
         swap_parameters(optimizer, {block: p for p, block in blocks.items()})
 
@@ -240,10 +234,8 @@ class Updates:
         self._copies = WeakTensorKeyDictionary()
 
     @contextmanager
-    def around(
-        self, optimizer: Optimizer, experts: Collection[nn.Parameter]
-    ) -> Generator[Callable[[], None], None, None]:
-        """From the call of what it yields to its end, the optimizer sees what it is to update.
+    def around(self, optimizer: Optimizer, experts: Collection[nn.Parameter]) -> Generator[None, None, None]:
+        """Let the optimizer see what it is to update, inside.
 
         Args:
             experts: parameters that are updated where they are.
@@ -251,17 +243,11 @@ class Updates:
         Raises:
             ConfigurationError: the system lets this process lock too little memory.
         """
-        copies: dict[nn.Parameter, nn.Parameter] = {}
-
-        def see() -> None:
-            if self.on_host:
-                copies.update(self._host_copies(optimizer, experts))
-                swap_parameters(optimizer, copies)
-            use_blocks()
-
+        copies = self._host_copies(optimizer, experts) if self.on_host else {}
+        swap_parameters(optimizer, copies)
         try:
-            with updating_blocks(optimizer) as use_blocks:
-                yield see
+            with updating_blocks(optimizer):
+                yield
         finally:
             swap_parameters(optimizer, {copy: p for p, copy in copies.items()})
         with torch.no_grad():

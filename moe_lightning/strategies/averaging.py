@@ -159,19 +159,14 @@ class Averaging:
     # ------------------------------------------------------------------ updates
 
     @contextmanager
-    def hidden(self, optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
-        """From the call of what it yields to its end, the optimizer's states are without averages, which exist by
-        then.
-        """
+    def hidden(self, optimizer: Optimizer) -> Generator[None, None, None]:
+        """Leave the averages out of the optimizer's states inside; where some are missing they begin here."""
         averages: dict[nn.Parameter, Tensor] = {}
-
-        def hide() -> None:
-            if self.averages is not None:
-                self.averages.begin(self._state.module, optimizer, self._state.home_of)
-                averages.update(set_aside(optimizer))
-
+        if self.averages is not None:
+            self.averages.begin(self._state.module, optimizer, self._state.home_of)
+            averages = set_aside(optimizer)
         try:
-            yield hide
+            yield
         finally:
             for parameter, average in averages.items():
                 optimizer.state[parameter][AVERAGE] = average

@@ -535,10 +535,10 @@ class DenseShards:
 
     @contextmanager
     def whole_groups(self) -> Generator[None, None, None]:
-        """Let the optimizers' groups inside, except in updates, also have the parameters that other ranks update: steps
-        of manual optimization clear and freeze what is in them.
+        """Let the optimizers' groups inside, except in updates, also have the parameters that other ranks update: hooks
+        change the gradients of what is in them, and steps of manual optimization clear and freeze it.
         """
-        if self._state.module.automatic_optimization or not self.shares_optimizers:
+        if self._has_whole_groups or not self.shares_optimizers:
             yield
             return
         self._has_whole_groups = True
@@ -550,19 +550,14 @@ class DenseShards:
             self._reduce_groups()
 
     @contextmanager
-    def own_groups(self) -> Generator[Callable[[], None], None, None]:
-        """Inside, the groups have what this rank updates from the call of what it yields on; until then they have all
-        parameters, for hooks that change gradients.
-        """
-        if self.shares_optimizers and not self._has_whole_groups:
-            self._state.fill_groups()
+    def own_groups(self) -> Generator[None, None, None]:
+        """Let the optimizers' groups inside have what this rank updates alone."""
         try:
-            yield self._reduce_groups
+            self._reduce_groups()
+            yield
         finally:
             if self._has_whole_groups:
                 self._state.fill_groups()
-            else:
-                self._reduce_groups()
 
     # ------------------------------------------------------------------ updates of a peer
 

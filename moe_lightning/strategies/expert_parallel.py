@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -905,7 +905,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self._sum_unfrozen()
         self.update.finite.begin_batch(self.state.module)
         self.update.before_step()
-        with self.steps.training(args), self.state.shards.whole_groups():
+        by_hand = not self.state.module.automatic_optimization
+        with self.steps.training(args), self.state.shards.whole_groups() if by_hand else nullcontext():
             if self._pipeline is not None:
                 return self._pipeline.train(self.precision_plugin.train_step_context, args)
             output = super().training_step(*args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -302,13 +302,12 @@ class TrainState:
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
         """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`."""
-        around = self.updates.around(optimizer, self.experts.stack_of)
-        with self.shards.own_groups() as reduce, self.averaging.hidden(optimizer) as hide, around as see:
+        with self.shards.whole_groups(), ExitStack() as entered:
 
             def begin() -> None:
-                reduce()
-                hide()
-                see()
+                entered.enter_context(self.shards.own_groups())
+                entered.enter_context(self.averaging.hidden(optimizer))
+                entered.enter_context(self.updates.around(optimizer, self.experts.stack_of))
 
             yield begin
 
