@@ -7,9 +7,9 @@ as a part of it: ranks that a fault stops before their callbacks' hooks then agr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,30 +22,11 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.averages import AVERAGE, Averages, set_aside
-from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
+from moe_lightning.strategies.dense_parameters import ParameterHolder
 from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
 
 CURRENT, REST = "current_model_state", "averaging_state"
 """Keys of Lightning's checkpoints: the weights that train on, whose averages are in `state_dict`, and the count."""
-
-
-class AveragedState(Protocol):
-    """State of a rank, `TrainState`, as far as averages need it."""
-
-    optimizers: Sequence[Optimizer]
-
-    @property
-    def parts(self) -> DenseParts: ...
-
-    @property
-    def shards(self) -> DenseShards: ...
-
-    @property
-    def module(self) -> pl.LightningModule: ...
-
-    def home_of(self, parameter: nn.Parameter) -> torch.device: ...
-
-    def find_twins(self) -> None: ...
 
 
 class Averaging:
@@ -59,7 +40,7 @@ class Averaging:
         are_in_module: the module has the averages now, and they are where these belong.
     """
 
-    def __init__(self, state: AveragedState) -> None:
+    def __init__(self, state: ParameterHolder) -> None:
         self._state = state
         self.averages: Averages | None = None
         self.are_in_module = False

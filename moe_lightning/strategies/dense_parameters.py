@@ -95,7 +95,7 @@ def has_index(parameter: nn.Parameter) -> bool:
 
 
 class ParameterHolder(Protocol):
-    """State of a rank, `TrainState`, as far as shards of dense state need it."""
+    """State of a rank, `TrainState`, as far as its shards of dense state and its averages need it."""
 
     optimizers: Sequence[Optimizer]
 
@@ -108,6 +108,12 @@ class ParameterHolder(Protocol):
     @property
     def stages(self) -> StageMap: ...
 
+    @property
+    def parts(self) -> DenseParts: ...
+
+    @property
+    def shards(self) -> DenseShards: ...
+
     def training_state(self) -> State: ...
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None: ...
@@ -117,6 +123,10 @@ class ParameterHolder(Protocol):
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]: ...
 
     def fill_groups(self) -> None: ...
+
+    def home_of(self, parameter: nn.Parameter) -> torch.device: ...
+
+    def find_twins(self) -> None: ...
 
 
 class DenseParts:
