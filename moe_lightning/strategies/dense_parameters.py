@@ -220,10 +220,9 @@ class DenseParts:
         with self._all_stages():
             for name, style in planned_styles(module, self._tensors):
                 part = module.get_submodule(name)
-                block = stages.number_of_block(part)
-                if block is not None and style == Parted():
-                    stages.transform_hidden(block, partial(ranks.own, dim=1))  # those of other stages are parts, too
-                elif not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, which are not summed
+                if style == Parted() and stages.transform_hidden(part, partial(ranks.own, dim=1)):
+                    continue  # the hidden states of other stages are parts, too
+                if not (isinstance(style, Embedding) and part.weight.is_meta):  # else zeros, which are not summed
                     PartedForward(part, style, ranks)
 
     def _undo_layers(self) -> None:

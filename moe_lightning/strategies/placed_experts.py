@@ -549,12 +549,11 @@ class StageMap:
     def apply(self, device: torch.device) -> None:
         """Remove the parts of other stages again, in another run of the Trainer."""
 
-    def number_of_block(self, part: nn.Module) -> int | None:
-        """Return the number of a block at which the model is cut; None if the part is none."""
-        return None
-
-    def transform_hidden(self, block: int, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to the hidden states before a block, on every stage."""
+    def transform_hidden(self, part: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+        """Apply a function to the hidden states before a part, on every stage, if it is a block at which the model is
+        cut. Returns True if it is one.
+        """
+        return False
 
     # ------------------------------------------------------------------ dense values
 

@@ -538,12 +538,11 @@ class StageState(StageMap):
         self.cut.apply(device)
 
     @override
-    def number_of_block(self, part: nn.Module) -> int | None:
-        return self.cut.number_of(part)
-
-    @override
-    def transform_hidden(self, block: int, function: Callable[[Tensor], Tensor]) -> None:
-        self.cut.entering[block] = function
+    def transform_hidden(self, part: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
+        block = self.cut.number_of(part)
+        if block is not None:
+            self.cut.entering[block] = function
+        return block is not None
 
     # ------------------------------------------------------------------ dense values
 
