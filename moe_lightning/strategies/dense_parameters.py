@@ -13,8 +13,8 @@ parameters (REFT's AOR).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -206,7 +206,7 @@ class DenseParts:
         if self._tensors == 1:
             return {}
         module = self._state.module
-        with self._all_stages():
+        with self._state.stages.whole_module():
             cuts = {p: cut for p in module.parameters() if (cut := cut_of(p)) is not None and cut.sections}
             return cuts or planned_cuts(module, self._tensors)
 
@@ -217,7 +217,7 @@ class DenseParts:
             return
         module, stages = self._state.module, self._state.stages
         ranks = TensorRanks(world.groups["tp"], world.row_cut.part.tensor, self._tensors)
-        with self._all_stages():
+        with stages.whole_module():  # plans are for whole models
             for name, style in planned_styles(module, self._tensors):
                 part = module.get_submodule(name)
                 if style == Parted() and stages.transform_hidden(part, partial(ranks.own, dim=1)):
@@ -228,12 +228,8 @@ class DenseParts:
     def _undo_layers(self) -> None:
         """Restore the forward methods of layers; parameters stay parts."""
         if self._tensors > 1:
-            with self._all_stages():
+            with self._state.stages.whole_module():
                 undo_parts(self._state.module)
-
-    def _all_stages(self) -> AbstractContextManager[None]:
-        """Restore the layers of all stages inside, because plans are for whole models."""
-        return self._state.stages.whole_module()
 
     @torch.no_grad()
     def _sum_parts(self, world: World) -> None:
@@ -261,7 +257,9 @@ class DenseParts:
         private_lightning.evaluate_without_inference_mode(self._state.module.trainer)
         if self.is_in_rows:
             return
-        for tensor in self._replicated():
+        dense = self._state.training_state().dense.values()
+        replicated = (parameter.detach() for parameter in dense if not is_cut(parameter))
+        for tensor in (*replicated, *self._state.module.buffers()):
             broadcast_(tensor, 0, world)
         self._shard(world)
         self._mark_absent(self._layer_cuts())
@@ -299,15 +297,10 @@ class DenseParts:
         whole = reshard(self.held(), without_memory(self.blocks(Part())), world)
         self.leave_world()
         self.install(whole, World.single(world.device))
-        with self._all_stages():
+        with self._state.stages.whole_module():
             for parameter in self._state.module.parameters():
                 mark(parameter, None)
         return True
-
-    def _replicated(self) -> Iterator[Tensor]:
-        dense, module = self._state.training_state().dense, self._state.module
-        yield from (parameter.detach() for parameter in dense.values() if not is_cut(parameter))
-        yield from (buffer for _, buffer in module.named_buffers())
 
     # ------------------------------------------------------------------ a step
 
