@@ -36,7 +36,7 @@ from moe_lightning.strategies.dense_parameters import sum_gradients
 from moe_lightning.strategies.dummy_batches import without_traces
 from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stages import Left, StageCut
-from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.steps import Steps, add_gradients
 from moe_lightning.strategies.worlds import Worlds
 
 if TYPE_CHECKING:
@@ -344,8 +344,7 @@ class Pipeline:
             experts: parameters whose gradients are summed over ranks elsewhere.
             is_last: of the optimizer step: dense gradients are then summed over the ranks of the stage. Collective.
         """
-        for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        add_gradients(self._gradients)
         self._gradients = {}
         if is_last and self._world.stage.size > 1 and not is_sharded(self._module):
             dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]

@@ -8,7 +8,7 @@ computes a dummy batch. Under mesh.cp the sequences of every batch are cut over 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -398,7 +398,7 @@ class Steps:
             self._state.parts.sum_rest(self._worlds.present.stage)
             if module.automatic_optimization:
                 self.weights.finish(module)
-            _add_gradients(self._earlier)
+            add_gradients(self._earlier)
             self._earlier = None
 
     def _take_earlier(self) -> dict[nn.Parameter, Tensor]:
@@ -411,17 +411,14 @@ class Steps:
         owned = shards.ranks if module.automatic_optimization else {}
         for parameter in shards.unowned if owned else ():
             parameter.grad = None
-        return _take_gradients(p for p in module.parameters() if p not in owned)
+        # Copies, because DDP may write the next gradients into the same memory.
+        taken = {p: p.grad.clone() for p in module.parameters() if p not in owned and p.grad is not None}
+        for parameter in taken:
+            parameter.grad = None
+        return taken
 
 
-def _take_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Move gradients into copies, because DDP may write the next ones into the same memory."""
-    taken = {p: p.grad.clone() for p in parameters if p.grad is not None}
-    for parameter in taken:
-        parameter.grad = None
-    return taken
-
-
-def _add_gradients(taken: Mapping[nn.Parameter, Tensor]) -> None:
+def add_gradients(taken: Mapping[nn.Parameter, Tensor]) -> None:
+    """Add gradients to those that parameters have by now."""
     for parameter, gradient in taken.items():
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
