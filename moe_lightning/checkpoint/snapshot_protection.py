@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,55 +41,38 @@ from moe_lightning.state.pieces import Block, Location, Piece
 _PAGE = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerBuffer:
-    """Bytes that one rank has for another."""
-
-    source: int
-    target: int
-    nbytes: int
+Ways = Collection[tuple[int, int]]
+"""(writer, holder) of everything that is sent."""
 
 
 class PendingBuffers:
     """Byte buffers in flight on the background group; `wait` returns those for this rank.
 
     Args:
-        buffers: of all ranks, or at least those from and to this rank, in one order at both ends. If any rank lists
-            one that crosses ranks, every rank must list one, because the exchange is collective.
-        payload: index of a buffer -> its uint8 bytes; called for buffers from this rank only.
+        ways: (source, target) of the buffers of all ranks, the same on every rank, because the exchange is collective.
+        nbytes: (source, target) -> bytes of a buffer.
+        payload: target -> uint8 bytes of this rank's buffer for it.
+
+    Attributes:
+        sent_bytes: by this rank.
     """
 
-    def __init__(self, buffers: Sequence[PeerBuffer], payload: Callable[[int], torch.Tensor], world: World) -> None:
+    def __init__(
+        self, ways: Ways, nbytes: Callable[[int, int], int], payload: Callable[[int], torch.Tensor], world: World
+    ) -> None:
+        rank, others = world.rank, range(world.size)
         self._world = world
-        self._delivered: dict[int, torch.Tensor] = {}
-        send, recv = [0] * world.size, [0] * world.size
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
-        incoming: list[list[int]] = [[] for _ in range(world.size)]
-        for index, buffer in enumerate(buffers):
-            if buffer.source == buffer.target:
-                if buffer.source == world.rank:
-                    self._delivered[index] = payload(index)
-            elif buffer.source == world.rank:
-                outgoing[buffer.target].append(payload(index))
-                send[buffer.target] += buffer.nbytes
-            elif buffer.target == world.rank:
-                incoming[buffer.source].append(index)
-                recv[buffer.source] += buffer.nbytes
-        self._order = [index for indices in incoming for index in indices]
-        self._sizes = [buffers[index].nbytes for index in self._order]
+        self._sources = [source for source in others if (source, rank) in ways]
+        send = [nbytes(rank, other) if (rank, other) in ways else 0 for other in others]
+        self._recv = [nbytes(other, rank) if (other, rank) in ways else 0 for other in others]
         self.sent_bytes = sum(send)
-        self._exchange: PendingExchange | None = None
-        if any(buffer.source != buffer.target for buffer in buffers):
-            flat = _joined([buffer for target in outgoing for buffer in target])
-            self._exchange = PendingExchange(flat.to(world.device), send, recv, world)
+        flat = _joined([payload(other) for other in others if (rank, other) in ways])
+        self._exchange = PendingExchange(flat.to(world.device), send, self._recv, world)
 
     def wait(self) -> dict[int, torch.Tensor]:
-        """Return index -> uint8 bytes on the host of every buffer for this rank; raises as `World.read`."""
-        if self._exchange is not None:
-            parts = torch.split(self._exchange.read(self._world), self._sizes)
-            self._delivered |= dict(zip(self._order, parts, strict=True))
-            self._exchange = None
-        return self._delivered
+        """Return source -> uint8 bytes on the host of every buffer for this rank; raises as `World.read`."""
+        parts = torch.split(self._exchange.read(self._world), self._recv)
+        return {source: parts[source] for source in self._sources}
 
 
 def _joined(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -114,6 +96,10 @@ class ProtectedFile:
         nbytes: room of a version.
         table_bytes: room of its table.
 
+    Attributes:
+        nbytes: as given.
+        arena: the file: all versions and their tables.
+
     Raises:
         ConfigurationError: the file system has no room.
     """
@@ -121,22 +107,17 @@ class ProtectedFile:
     def __init__(self, path: Path, *, nbytes: int, table_bytes: int) -> None:
         self.nbytes = nbytes
         block, pages = block_bytes(nbytes), -(-table_bytes // _PAGE) * _PAGE  # blocks begin behind the tables, aligned
-        self._arena = Arena.create(path, capacity={block: 1}, table_bytes=pages)
-        self._blocks = self._arena.free_blocks([])[block]
+        self.arena = Arena.create(path, capacity={block: 1}, table_bytes=pages)
+        self._blocks = self.arena.free_blocks([])[block]
         self._writing = 0
-
-    @property
-    def memory_bytes(self) -> int:
-        """Size of the file: all versions and their tables."""
-        return self._arena.memory.numel()
 
     def begin(self) -> torch.Tensor:
         """uint8 [nbytes]: room for the next version, which is torn until `publish`."""
-        state = self._arena.transition(lambda s: s.abort_snapshot().begin_snapshot())
+        state = self.arena.transition(lambda s: s.abort_snapshot().begin_snapshot())
         assert state.writing is not None
-        self._arena.begin_table(state.writing)
+        self.arena.begin_table(state.writing)
         self._writing = state.writing
-        return self._arena.memory[self.base : self.base + self.nbytes]
+        return self.arena.memory[self.base : self.base + self.nbytes]
 
     @property
     def base(self) -> int:
@@ -145,26 +126,8 @@ class ProtectedFile:
 
     def publish(self, table: SnapshotIndex) -> None:
         """Publish the version, which is whole."""
-        self._arena.finish_table(self._writing, table)
-        self._arena.transition(lambda s: s.finish_snapshot(table.step))
-
-    def renew(self) -> None:
-        """Reserve the file anew where it was deleted, without the versions in it."""
-        self._arena.renew()
-
-    def close(self) -> None:
-        """Close the file, which stays for recovery."""
-        self._arena.close()
-
-
-def discard_older_sessions(arenas: Path, session: str) -> None:
-    """Delete what protected snapshots of earlier sessions on this node."""
-    for pattern in (COPIES, PARITIES):
-        for path in arenas.glob(pattern):
-            if path.stem.partition(".")[2] < session:
-                for name in (path, path.with_suffix(".alive")):
-                    with contextlib.suppress(FileNotFoundError):
-                        name.unlink()
+        self.arena.finish_table(self._writing, table)
+        self.arena.transition(lambda s: s.finish_snapshot(table.step))
 
 
 _SLACK_BYTES = 64 << 10
@@ -172,35 +135,17 @@ _SLACK_BYTES = 64 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class ProtectionReport:
-    """Bytes and seconds that this rank spent to protect one snapshot.
+    """Bytes that this rank spent to protect one snapshot.
 
     Attributes:
         step: of the snapshot.
         sent_bytes: of copies and sub-shards.
-        table_bytes: sent beside them.
         memory_bytes: of this rank's protecting files, all versions together.
-        start_s: training waited: for the version before, for the sizes, for its own snapshot to be packed.
-        exchange_s: until everything had arrived; training went on.
     """
 
     step: int
     sent_bytes: int
-    table_bytes: int
     memory_bytes: int
-    start_s: float
-    exchange_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Flight:
-    """A version that is being exchanged."""
-
-    table: SnapshotIndex
-    tables: PendingBuffers
-    payloads: PendingBuffers
-    ways: Sequence[tuple[int, int]]
-    sub_bytes: int
-    start_s: float
 
 
 class Protector:
@@ -225,11 +170,6 @@ class Protector:
         self._packed = torch.empty(0, dtype=torch.uint8)
         self._has_begun = self._has_retired = False
 
-    @property
-    def report(self) -> ProtectionReport | None:
-        """Report on the newest protected version of this rank; None before the first."""
-        return self._report
-
     def prepare(self, table: SnapshotIndex) -> None:
         """Pack this rank's snapshot, so that `start` need not; local, from the thread that publishes snapshots
         (`Snapshotter.on_published`). The first snapshot is packed by `start`, which learns what room it takes."""
@@ -246,7 +186,6 @@ class Protector:
         Raises:
             ConfigurationError: some rank has no room for what it should keep; raised on all.
         """
-        began = time.perf_counter()
         table = next((table for table in self._arena.tables() if table.step == step), None)
         if not self._layout.protects:
             if self._has_begun:  # every rank has published the snapshot before
@@ -266,19 +205,15 @@ class Protector:
         sub = self._sub_bytes(sizes, self._world.rank)
         blob = self._publish_own(table, nbytes, sub * (len(self._group) - 1))
         ways = self._ways()
-        flight = _Flight(
-            table=table,
-            tables=self._send(ways, lambda writer, _: int(gathered[writer][0]), lambda _: _bytes(text)),
-            payloads=self._send(
-                ways,
-                lambda writer, holder: self._payload_bytes(sizes, writer, holder),
-                lambda holder: self._payload(blob, nbytes, sub, holder),
-            ),
-            ways=ways,
-            sub_bytes=sub,
-            start_s=time.perf_counter() - began,
+        tables = PendingBuffers(ways, lambda writer, _: int(gathered[writer][0]), lambda _: _bytes(text), self._world)
+        payloads = PendingBuffers(
+            ways,
+            lambda writer, holder: self._payload_bytes(sizes, writer, holder),
+            lambda holder: self._payload(blob, nbytes, sub, holder),
+            self._world,
         )
-        self._thread = threading.Thread(target=self._complete, args=(flight,), name="protection", daemon=True)
+        arguments = (table, tables, payloads, sub)
+        self._thread = threading.Thread(target=self._complete, args=arguments, name="protection", daemon=True)
         self._thread.start()
         return True
 
@@ -305,29 +240,20 @@ class Protector:
         self.finish()
         self._packed, self._prepared = torch.empty(0, dtype=torch.uint8), None
         for file in self._all_files():
-            file.renew()
+            file.arena.renew()
 
     def close(self) -> None:
         """Close the files, which stay for recovery; a running exchange ends, or fails with its connections."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._failure = None
+        with contextlib.suppress(RuntimeError):
+            self.finish()
         self._close_files()
 
     # ------------------------------------------------------------------ who sends what
 
-    def _ways(self) -> list[tuple[int, int]]:
-        """(writer, holder) of everything that travels."""
+    def _ways(self) -> Ways:
         copies = [(writer, holder) for writer, holders in enumerate(self._layout.holders) for holder in holders]
         shares = [(j, i) for group in self._layout.groups for j in group for i in group if i != j]
-        return copies + shares
-
-    def _send(
-        self, ways: Sequence[tuple[int, int]], nbytes: Callable[[int, int], int], payload: Callable[[int], torch.Tensor]
-    ) -> PendingBuffers:
-        parcels = [PeerBuffer(source=writer, target=holder, nbytes=nbytes(writer, holder)) for writer, holder in ways]
-        return PendingBuffers(parcels, lambda at: payload(ways[at][1]), self._world)
+        return {*copies, *shares}
 
     def _sub_bytes(self, sizes: Sequence[int], rank: int) -> int:
         group = self._layout.group_of(rank)
@@ -376,7 +302,7 @@ class Protector:
 
     def _close_files(self) -> None:
         for file in self._all_files():
-            file.close()
+            file.arena.close()
         self._files, self._parity, self._prepared = {}, None, None
 
     def _pack(self, table: SnapshotIndex, nbytes: int) -> None:
@@ -397,54 +323,56 @@ class Protector:
         return self._packed
 
     def _retire_older_sessions(self, table: SnapshotIndex | None) -> None:
-        """Delete the files of older sessions once this one has a version of its own."""
-        if table is not None and not self._has_retired:
-            self._has_retired = True
-            discard_older_sessions(self._arena.path.parent, table.session)
+        """Delete the files of older sessions on this node, once this one has a version of its own."""
+        if table is None or self._has_retired:
+            return
+        self._has_retired = True
+        arenas = self._arena.path.parent
+        for path in (*arenas.glob(COPIES), *arenas.glob(PARITIES)):
+            if path.stem.partition(".")[2] < table.session:
+                path.unlink(missing_ok=True)
+                path.with_suffix(".alive").unlink(missing_ok=True)
 
-    def _complete(self, flight: _Flight) -> None:
+    def _complete(self, table: SnapshotIndex, tables: PendingBuffers, payloads: PendingBuffers, sub: int) -> None:
         """The thread: wait for what arrives and make copies and parities of it."""
         try:
-            began = time.perf_counter()
-            texts = {flight.ways[at][0]: data.numpy().tobytes() for at, data in flight.tables.wait().items()}
-            payloads = {flight.ways[at][0]: data for at, data in flight.payloads.wait().items()}
-            arrived = time.perf_counter()
-            for writer in payloads.keys() - set(self._group):
+            texts = {writer: data.numpy().tobytes() for writer, data in tables.wait().items()}
+            arrived = payloads.wait()
+            for writer in arrived.keys() - set(self._group):
                 file = self._files[writer]
-                file.begin()[: payloads[writer].numel()] = payloads[writer]
+                file.begin()[: arrived[writer].numel()] = arrived[writer]
                 file.publish(relocated(SnapshotIndex.parse(texts[writer], f"the snapshot of rank {writer}"), file.base))
             if self._parity is not None:
-                shares = [payloads[member] for member in self._group if member != self._world.rank]
-                self._publish_parity(self._parity, flight, texts, shares)
-            self._report = ProtectionReport(
-                step=flight.table.step,
-                sent_bytes=flight.payloads.sent_bytes,
-                table_bytes=flight.tables.sent_bytes,
-                memory_bytes=sum(file.memory_bytes for file in self._all_files()),
-                start_s=flight.start_s,
-                exchange_s=arrived - began,
-            )
+                shares = [arrived[member] for member in self._group if member != self._world.rank]
+                self._publish_parity(self._parity, table, sub, texts, shares)
+            memory_bytes = sum(file.arena.memory.numel() for file in self._all_files())
+            self._report = ProtectionReport(step=table.step, sent_bytes=payloads.sent_bytes, memory_bytes=memory_bytes)
         except BaseException as error:  # handed to the training thread, which raises it
             self._failure = error.with_traceback(None)  # frames would keep the groups of a broken world alive
 
     def _publish_parity(
-        self, file: ProtectedFile, flight: _Flight, texts: dict[int, bytes], parts: Sequence[torch.Tensor]
+        self,
+        file: ProtectedFile,
+        table: SnapshotIndex,
+        sub: int,
+        texts: dict[int, bytes],
+        parts: Sequence[torch.Tensor],
     ) -> None:
-        parity = xor_parity(parts, file.begin()[: flight.sub_bytes])
+        parity = xor_parity(parts, file.begin()[:sub])
         piece = Piece(
             key="parity",
             dtype="uint8",
-            block=Block.of((flight.sub_bytes,)),
-            version=flight.table.step,
+            block=Block.of((sub,)),
+            version=table.step,
             group="parity",
-            nbytes=flight.sub_bytes,
+            nbytes=sub,
             xxh3=digest_of(parity),
             location=Location(data_offset=file.base),
-            due=flight.table.step,
+            due=table.step,
         )
-        texts = texts | {self._world.rank: relocated(flight.table, 0).dump()}
+        texts = texts | {self._world.rank: relocated(table, 0).dump()}
         tables = [texts[member].decode() for member in self._group]
-        file.publish(replace(flight.table, placed=(piece,), extra={"members": list(self._group), "tables": tables}))
+        file.publish(replace(table, placed=(piece,), extra={"members": list(self._group), "tables": tables}))
 
 
 def _bytes(text: bytes) -> torch.Tensor:

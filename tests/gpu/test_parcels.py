@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from moe_lightning.checkpoint.snapshot_protection import PeerBuffer, PendingBuffers
+from moe_lightning.checkpoint.snapshot_protection import PendingBuffers
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import run_ranks
 
@@ -23,8 +23,7 @@ def run(rank: int, ranks: int) -> tuple[list[int], bool]:
     meet_on_the_device(rank, ranks)
     with FakeDevice():
         world = World.connect(device, timedelta(seconds=60))
-        ways = [PeerBuffer(source=0, target=1, nbytes=3)]
-        parcels = PendingBuffers(ways, lambda _: torch.full((3,), 7, dtype=torch.uint8), world)
+        parcels = PendingBuffers({(0, 1)}, lambda *_: 3, lambda _: torch.full((3,), 7, dtype=torch.uint8), world)
         training, delivered = fake_streams.current_stream(), dict[int, torch.Tensor]()
         known = dict(training.known)
         thread = threading.Thread(target=_deliver, args=(parcels, delivered))
