@@ -65,27 +65,21 @@ class CheckpointSource(ABC):
 
     Attributes:
         path: where it lies; its name stands in messages.
+        step: updates contained in everything but stale experts.
+        first_step: the step after which what is no expert was taken: training goes on from there, and from `step` on
+            its state is whole (`training_state.py`). Of all but windows `step`.
         is_trusted: objects are unpickled, which may run code of whoever wrote them; else only tensors and plain values
             are read.
     """
 
     path: Place
+    step: int
+    first_step: int
     is_trusted = False
 
     def trust(self) -> None:
         """Unpickle objects from now on."""
         self.is_trusted = True
-
-    @property
-    @abstractmethod
-    def step(self) -> int:
-        """Updates contained in everything but stale experts."""
-
-    @property
-    def first_step(self) -> int:
-        """The step after which what is no expert was taken: training goes on from there, and from `step` on its state
-        is whole (`training_state.py`). Of all but windows `step`."""
-        return self.step
 
     def key_at(self, key: str, step: int) -> str:
         """Under which key an expert's weights of a step of the window lie, given that of its whole state."""
@@ -260,6 +254,7 @@ class Checkpoint(CheckpointSource):
             raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
         if run is not None and self.manifest.run != run:
             raise CheckpointError(f"{path} belongs to run {self.manifest.run}, not to {run}: name the right directory")
+        self.step, self.first_step = self.manifest.step, self.manifest.first_step
 
     @cached_property
     @override
@@ -282,16 +277,6 @@ class Checkpoint(CheckpointSource):
     def outline(self, key: str) -> list[tuple[str, Block]]:
         """Dtype and block of every piece that the manifest lists."""
         return [(piece.dtype, piece.block) for piece in self.stored(key)]
-
-    @property
-    @override
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    @override
-    def first_step(self) -> int:
-        return self.manifest.first_step
 
     @property
     def directories(self) -> list[Place]:

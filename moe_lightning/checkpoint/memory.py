@@ -372,47 +372,22 @@ class MemoryCheckpoint(CheckpointSource):
     It is valid until the arenas of this node are written again, except for its objects, which are copied.
 
     Args:
-        step: updates contained in it.
+        plan: of the recovery.
         pieces: of all keys, with their bytes, uint8 [nbytes]; None where this rank did not ask for them.
-        versions: int64 [L, E], the version of every expert.
-        first: the step that training goes on from; None: `step`.
         storage: the checkpoint that has what is not in memory.
-        experts_on_storage: (layer, expert) pairs to be read from there.
-        rest_on_storage: whether everything that is no expert is read from there, too.
-        is_trusted: see `CheckpointSource`.
     """
 
     def __init__(
-        self,
-        step: int,
-        pieces: Iterable[tuple[Piece, torch.Tensor | None]],
-        *,
-        versions: IntArray,
-        first: int | None = None,
-        storage: Checkpoint | None = None,
-        experts_on_storage: Iterable[tuple[int, int]] = (),
-        rest_on_storage: bool = False,
-        is_trusted: bool = False,
+        self, plan: RecoveryPlan, pieces: Iterable[tuple[Piece, torch.Tensor | None]], storage: Checkpoint | None
     ) -> None:
-        self.is_trusted = is_trusted
-        self.path = Path(f"the snapshot of step {step}")
-        self._step, self._versions, self._storage = step, versions, storage
-        self._first = step if first is None else first
+        self.path = Path(f"the snapshot of step {plan.version}")
+        self.step, self.first_step = plan.version, plan.resumes_at
+        self._versions, self._storage = plan.versions, storage
         listed = list(pieces)
         self._listed = by_key(piece for piece, _ in listed)
         # Objects are small and may be asked for later than tensors.
         self._data = {_name(p): data.clone() if p.dtype == OBJECT else data for p, data in listed if data is not None}
-        self._experts_on_storage, self._rest_on_storage = set(experts_on_storage), rest_on_storage
-
-    @property
-    @override
-    def step(self) -> int:
-        return self._step
-
-    @property
-    @override
-    def first_step(self) -> int:
-        return self._first
+        self._experts_on_storage, self._rest_on_storage = set(plan.from_storage), plan.level == "storage"
 
     @override
     def expert_versions(self) -> IntArray:
@@ -476,7 +451,6 @@ def fetch(
     needed_experts: Collection[Expert],
     *,
     storage: Checkpoint | None = None,
-    is_trusted: bool = False,
 ) -> MemoryCheckpoint:
     """Read or receive what this rank needs of the plan's snapshots; collective.
 
@@ -485,7 +459,6 @@ def fetch(
         arenas: directory of this node's arenas; None where it has none.
         needed_experts: (layer, expert) pairs that this rank will hold; it gets all other state in any case.
         storage: the checkpoint that the plan counted on.
-        is_trusted: see `CheckpointSource`.
 
     Returns:
         The state at `plan.version`. Arenas must not be written before it was restored from.
@@ -517,16 +490,7 @@ def fetch(
     units |= _deliver(list(_deliveries(plan, needed)), units, listing, world)
     fetched = [(piece, data) for unit in units.values() for piece, data in unit or ()]
     elsewhere = [(piece, None) for i in listing.keys() - units.keys() for piece in listing[i]]
-    return MemoryCheckpoint(
-        plan.version,
-        [*fetched, *elsewhere],
-        versions=plan.versions,
-        first=plan.resumes_at,
-        storage=storage,
-        experts_on_storage=plan.from_storage,
-        rest_on_storage=plan.level == "storage",
-        is_trusted=is_trusted,
-    )
+    return MemoryCheckpoint(plan, [*fetched, *elsewhere], storage)
 
 
 def _deliver(

@@ -240,7 +240,10 @@ def fetch_missing(
         for expert in placement.experts_on(world.rank)
         if not plan.held[index, expert].any()
     }
-    return fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage, is_trusted=is_trusted)
+    saved = fetch(plan, world, planner.sources.arenas, needed, storage=planner.storage)
+    if is_trusted:
+        saved.trust()
+    return saved
 
 
 def fetch_dense(state: TrainState, plan: RecoveryPlan, world: World) -> Units:

@@ -7,7 +7,8 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from moe_lightning.checkpoint.loader import Checkpoint, Found, find_newest, find
 from moe_lightning.checkpoint.manifest import METADATA
 from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, storage_inventory
 from moe_lightning.checkpoint.names import MANIFEST
+from moe_lightning.checkpoint.recovery_plan import RecoveryPlan
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import is_expert_key
 from moe_lightning.strategies.checkpoints import _leased
@@ -224,7 +226,10 @@ def test_a_recovery_reads_what_was_mended(root: Path) -> None:
     key = "expert/1/2/weight/w1"
     flip(*places(root, 3, key)[:2])
     storage = find_usable(root).checkpoint
-    snapshot = MemoryCheckpoint(3, [], versions=storage.expert_versions(), storage=storage, experts_on_storage=[(1, 2)])
+    plan = SimpleNamespace(
+        version=3, resumes_at=3, versions=storage.expert_versions(), from_storage=[(1, 2)], level="memory"
+    )
+    snapshot = MemoryCheckpoint(cast(RecoveryPlan, plan), [], storage)
     assert torch.equal(snapshot.read(key), whole_state(1)[key])
     assert snapshot.expert_versions()[1, 2] == 1
     again = Checkpoint(storage.path, substitutes=json.loads(json.dumps(storage.substitutes)))
