@@ -27,9 +27,8 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_lightning.arrays import IntArray
+from moe_lightning.arrays import BoolArray, IntArray
 
 
 class SnapshotKind(StrEnum):
@@ -185,6 +184,9 @@ def without_snapshots(
 Expert = tuple[int, int]
 """(layer, expert)"""
 
+Point = tuple[str, int]
+"""(session, step)"""
+
 
 class Origin(IntEnum):
     """Source of a unit of state, in the order of preference."""
@@ -281,7 +283,7 @@ class RecoveryPlan:
     decodes: tuple[Decode, ...]
     origins: IntArray
     versions: IntArray
-    held: NDArray[np.bool_]
+    held: BoolArray
     nodes: tuple[str, ...]
 
     @cached_property
@@ -299,18 +301,16 @@ class RecoveryPlan:
         """True if dense state that no rank has is read from memory at level "live"."""
         return any(rank < 0 for _, rank in self.shards)
 
-    def counts(self, among: Collection[Expert] | None = None) -> dict[Origin, int]:
-        """Experts by origin; `among` restricts them, for example to those that a lost node held."""
-        chosen = np.argwhere(self.origins >= 0).tolist() if among is None else among
-        return dict(sorted(Counter(Origin(int(self.origins[la, e])) for la, e in chosen).items()))
+    def counts(self) -> dict[Origin, int]:
+        """Experts by origin."""
+        return dict(sorted(Counter(map(Origin, self.origins[self.origins >= 0].tolist())).items()))
 
-    def describe(self, among: Collection[Expert] | None = None) -> str:
+    def describe(self) -> str:
         """Like "14 experts from replicas, 3 from parity, 0 stale"."""
         if self.level == "nothing":
             return "no source is left"
-        counts = [f"{count} from {_LABELS[origin]}" for origin, count in self.counts(among).items()]
-        stale = len(self.stale if among is None else self.stale.keys() & set(among))
-        parts = [*(counts or ["0 restored"]), f"{stale} stale"]
+        counts = [f"{count} from {_LABELS[origin]}" for origin, count in self.counts().items()]
+        parts = [*(counts or ["0 restored"]), f"{len(self.stale)} stale"]
         return ", ".join([parts[0].replace(" ", " experts ", 1), *parts[1:]])
 
 
@@ -360,7 +360,7 @@ class _Candidate:
     """A point with a source for every unit."""
 
     level: str
-    key: tuple[str, int]
+    key: Point
     resumes_at: int
     session: str | None
     rests: Mapping[int, _Source]
@@ -412,6 +412,7 @@ class _Search:
     def candidates(self) -> Iterator[_Candidate]:
         """Every point at which all units have a source, the newest first; none that is older than storage, where all
         have one."""
+        nothing = np.zeros(self._shape, dtype=np.bool_)
         worlds = {(s.session, s.step): (s.world_size, s.resumes_at) for i in self._ranks for s in i.snapshots}
         newest_session = max((session for session, _ in worlds), default=None)
         if self._live:
@@ -422,13 +423,11 @@ class _Search:
                 break
             rests = self._rests(*key, world_size)
             if rests is not None:
-                yield from self._point("memory", key, resumes_at, rests)
+                yield from self._point("memory", key, resumes_at, key[0], rests, nothing)
         if stored is not None and self._storage is not None:
-            yield from self._point("storage", stored, self._storage.resumes_at, {})
+            yield from self._point("storage", stored, self._storage.resumes_at, stored[0], {}, nothing)
 
-    def _live_point(
-        self, session: str | None, worlds: Mapping[tuple[str, int], tuple[int, int]]
-    ) -> Iterator[_Candidate]:
+    def _live_point(self, session: str | None, worlds: Mapping[Point, tuple[int, int]]) -> Iterator[_Candidate]:
         rests: dict[int, _Source] | None = {}
         if any(rank < 0 for _, rank in self.shards()):
             world_size, at = worlds.get((session or "", self._live_version), (0, -1))
@@ -439,20 +438,8 @@ class _Search:
         live = np.zeros(self._shape, dtype=np.bool_)
         for pairs in self._live_pairs.values():
             live[pairs[:, 0], pairs[:, 1]] = True
-        source = _Source(version=self._live_version, origin=Origin.LIVE)
-        fallback = self._expert_sources(session, self._live_version, np.argwhere(~live))
-        if fallback is not None:
-            alive: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
-            experts = dict.fromkeys(alive, source) | fallback
-            key = (_LIVE_SESSION, self._live_version)
-            yield _Candidate(
-                level="live",
-                key=key,
-                resumes_at=key[1],
-                session=session,
-                rests=rests,
-                experts=experts,
-            )
+        key = (_LIVE_SESSION, self._live_version)
+        yield from self._point("live", key, self._live_version, session, rests, live)
 
     @cached_property
     def _live_pairs(self) -> dict[int, IntArray]:
@@ -460,22 +447,14 @@ class _Search:
         return {r: np.array(self._ranks[r].experts, dtype=np.int64).reshape(-1, 2) for r in self._live}
 
     def _point(
-        self,
-        level: str,
-        key: tuple[str, int],
-        resumes_at: int,
-        rests: Mapping[int, _Source],
+        self, level: str, key: Point, at: int, session: str | None, rests: Mapping[int, _Source], live: BoolArray
     ) -> Iterator[_Candidate]:
-        experts = self._expert_sources(*key, np.argwhere(np.ones(self._shape, dtype=np.bool_)))
-        if experts is not None:
-            yield _Candidate(
-                level=level,
-                key=key,
-                resumes_at=resumes_at,
-                session=key[0],
-                rests=rests,
-                experts=experts,
-            )
+        """The candidate of a point, if every expert has a source: those of bool [L, E] `live` are on live ranks."""
+        found = self._expert_sources(session, key[1], np.argwhere(~live))
+        if found is not None:
+            alive: list[Expert] = [(layer, expert) for layer, expert in np.argwhere(live).tolist()]
+            experts = dict.fromkeys(alive, _Source(version=key[1], origin=Origin.LIVE)) | found
+            yield _Candidate(level=level, key=key, resumes_at=at, session=session, rests=rests, experts=experts)
 
     def shards(self) -> tuple[tuple[str, int], ...]:
         """(name, rank) of every dense parameter whose state only one rank keeps: who has it at the live version."""

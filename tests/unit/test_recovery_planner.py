@@ -455,7 +455,6 @@ def test_the_sentence_for_the_console() -> None:
     fresh = replace(inventory, experts=(*held, (0, 16)))
     plan = plan_recovery([fresh], storage, num_layers=1, num_experts=17)
     assert plan.describe() == "15 experts from replicas, 2 from arenas, 0 stale"
-    assert plan.describe([(0, 14), (0, 16)]) == "1 experts from replicas, 1 from arenas, 0 stale"
     assert plan_for(survivor(0)).describe() == "no source is left"
 
 
