@@ -468,7 +468,9 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
                     storage.retire(path)
                     removed.append(path.name)
         staying = [(path, heading) for path, heading in named if path.name not in removed]
-        needed = {_key(path / reference) for path, heading in staying for reference in heading.references}
+        needed = {
+            _key(path / file.path) for path, heading in staying for file in heading.files.values() if "/" in file.path
+        }
         newest = own[0][1]
         places = directories(root)
         for path in () if unread_manifests(root, places) else places:  # what these need is not known

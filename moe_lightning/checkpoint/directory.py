@@ -30,7 +30,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 
 import xxhash
@@ -49,22 +49,6 @@ def part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heading:
-    """Summary of a manifest without its pieces, which take many times the memory.
-
-    Attributes:
-        references: paths of files that lie in other checkpoints, relative to its directory.
-    """
-
-    run: str
-    session: str
-    sequence: int
-    step: int
-    created_s: float
-    references: tuple[str, ...]
-
-
 def checkpoints(root: Place) -> list[tuple[Place, Manifest]]:
     """Named checkpoints whose manifest is undamaged, newest first; the data behind it are not looked at."""
     found = []
@@ -74,10 +58,10 @@ def checkpoints(root: Place) -> list[tuple[Place, Manifest]]:
     return found
 
 
-def headings(root: Place) -> list[tuple[Place, Heading]]:
-    """The same, but only what is remembered of each; one that cannot be read is passed over."""
+def headings(root: Place) -> list[tuple[Place, Manifest]]:
+    """The same without their pieces, which take many times the memory; one that cannot be read is passed over."""
     found, known = [], _headings.get(root, {})
-    remembered: dict[Place, tuple[Stat, Heading | None]] = {}
+    remembered: dict[Place, tuple[Stat, Manifest | None]] = {}
     for path in directories(root):
         with contextlib.suppress(OSError):
             version = _version_of(path)
@@ -107,7 +91,7 @@ def unread_manifests(root: Place, places: Sequence[Place]) -> list[Place]:
     return [path for path in places if path not in known and has_manifest(path)]
 
 
-_headings: dict[Place, dict[Place, tuple[Stat, Heading | None]]] = {}
+_headings: dict[Place, dict[Place, tuple[Stat, Manifest | None]]] = {}
 """By root and checkpoint, of those that were there last."""
 
 
@@ -121,7 +105,7 @@ def _read_once(path: Place, version: Stat) -> Manifest:
     return read_manifest(path)
 
 
-def _heading_of(path: Place, version: Stat) -> Heading | None:
+def _heading_of(path: Place, version: Stat) -> Manifest | None:
     """None where the manifest is damaged.
 
     Raises:
@@ -133,14 +117,7 @@ def _heading_of(path: Place, version: Stat) -> Heading | None:
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from None
         return None
-    return Heading(
-        run=manifest.run,
-        session=manifest.session,
-        sequence=manifest.sequence,
-        step=manifest.step,
-        created_s=manifest.created_s,
-        references=tuple(record.path for record in manifest.files.values() if "/" in record.path),
-    )
+    return replace(manifest, stored=())
 
 
 def read_manifest(path: Place) -> Manifest:
