@@ -34,7 +34,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -43,37 +43,24 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.manifest import Extra, check_blocks, check_pieces, dump_json, read_json
+from moe_lightning.checkpoint.manifest import StepRecord, check_blocks, check_pieces, dump_json, read_json
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.state.pieces import LARGEST, Count, Piece, Size, Text
+from moe_lightning.state.pieces import LARGEST, Piece, Size
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotIndex:
+class SnapshotIndex(StepRecord):
     """The table of contents of one snapshot.
 
     Attributes:
+        rank: that took it.
         placed: with their locations in its memory.
-        session: identifies one start of the training; carried-over state never crosses sessions.
-        extra: JSON that goes into the checkpoint's manifest as it is.
-        world: number of the world that took it (`directory.py`).
     """
 
-    run: Text
-    session: Text
-    step: Size
     rank: Size
-    world_size: Count
     placed: tuple[Piece, ...]
-    extra: Extra = field(default_factory=dict)
-    world: Size = 0
-
-    @property
-    def first_step(self) -> int:
-        """The step after which the oldest of it was taken: the steps from there on are run again after a restore."""
-        return min(self.step, int(self.extra.get("replayed_from", self.step)))
 
     def dump(self) -> bytes:
         return dump_json(SnapshotIndex, self)

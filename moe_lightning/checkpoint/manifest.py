@@ -229,16 +229,14 @@ class FileRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record:
-    """Common fields of parts and manifests.
+class StepRecord:
+    """Common fields of the tables of snapshots, of parts and of manifests.
 
     Attributes:
         run: the training run it belongs to.
         session: the start of that run that wrote it; experts are carried over only within a session.
         step: training step after which the state was taken.
         world_size: ranks that wrote it.
-        files: file name -> record, `.metadata` included.
-        stored: every piece of every key.
         extra: what rank 0 gave to `Snapshotter.start`.
         world: number of the world that wrote it (`directory.py`); 0: of none.
     """
@@ -247,8 +245,6 @@ class _Record:
     session: Text
     step: Size
     world_size: Count
-    files: dict[str, FileRecord]
-    stored: tuple[Piece, ...]
     extra: Extra = field(default_factory=dict)
     world: Size = 0
 
@@ -257,6 +253,19 @@ class _Record:
         """The step after which the oldest of a window was taken (`training_state.py`): a restore runs the steps from
         there to `step` again. Of any other checkpoint `step`."""
         return min(self.step, int(self.extra.get("replayed_from", self.step)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record(StepRecord):
+    """Common fields of parts and manifests.
+
+    Attributes:
+        files: file name -> record, `.metadata` included.
+        stored: every piece of every key.
+    """
+
+    files: dict[str, FileRecord]
+    stored: tuple[Piece, ...]
 
     def dump(self) -> bytes:
         return _dump_envelope(dump_json(type(self), self))
