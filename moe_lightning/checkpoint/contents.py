@@ -14,7 +14,7 @@ import torch
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
-from moe_lightning.checkpoint.training_state import TrainingState, Writers
+from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.state.pieces import WEIGHTS, StatePiece, expert_of, parse_expert_key, replay_key
 
 
@@ -56,41 +56,6 @@ class MeasuredTimes:
     copied_bytes: Mapping[int, float]
 
 
-class WrittenPieces:
-    """The pieces that a rank writes in a session: their plan is fixed, their tensors are those that are bound now,
-    because modules may assign buffers, and optimizers their states.
-
-    Args:
-        state: the live tensors.
-        experts_per_checkpoint: of each layer.
-
-    Attributes:
-        writers: of the experts.
-    """
-
-    def __init__(self, state: TrainingState, experts_per_checkpoint: int) -> None:
-        self._state = state
-        self.writers: Writers = state.expert_writers()
-        self._rows = state.dense_plan(experts_per_checkpoint)
-        self._experts: Mapping[str, StatePiece] = {}
-        self._addresses: Sequence[int] | None = None
-
-    def reassign(self, state: TrainingState, writers: Writers) -> None:
-        """Let others write the experts; all that is dense stays where it is."""
-        self._state, self.writers, self._addresses = state, writers, None
-
-    def experts(self) -> Mapping[str, StatePiece]:
-        """Return the pieces of experts by key; they are found again only if a tensor has another address."""
-        addresses = self._state.expert_addresses()
-        if addresses != self._addresses:
-            self._addresses, self._experts = addresses, self._state.experts_of(self.writers)
-        return self._experts
-
-    def dense(self) -> dict[str, StatePiece]:
-        """Return all other pieces by key."""
-        return self._state.dense_of(self._rows)
-
-
 class SnapshotContents:
     """Chooses the contents of one snapshot after the other.
 
@@ -120,8 +85,11 @@ class SnapshotContents:
         experts = state.num_experts
         self.k_snapshot = min(settings.k_snapshot, experts) if isinstance(settings.k_snapshot, int) else experts
         self.k_persist = min(settings.k_persist or self.k_snapshot, self.k_snapshot)
-        self._written = WrittenPieces(state, self.k_persist)
-        self._room = None if experts_move else state.load_of(self._written.writers)
+        # Plans stay; tensors are those bound at the moment, as modules may assign buffers, and optimizers their states.
+        self._writers, self._rows = state.expert_writers(), state.dense_plan(self.k_persist)
+        self._experts: Mapping[str, StatePiece] = {}
+        self._addresses: Sequence[int] | None = None
+        self._room = None if experts_move else state.load_of(self._writers)
         self.predicted_bytes = self._predicted_bytes()
         self.window: ReplayWindow | None = None
         self._is_next_full, self.was_partial = True, False
@@ -133,11 +101,18 @@ class SnapshotContents:
 
     def reserved(self) -> dict[str, StatePiece]:
         """Return all pieces that a snapshot may ever have, by key."""
-        experts = self._written.experts() if self._room is not None else self._state.all_rows()
-        found = {**experts, **self._written.dense()}
+        experts = self._written_experts() if self._room is not None else self._state.all_rows()
+        found = {**experts, **self._state.dense_of(self._rows)}
         if self._settings.lossless and self.num_experts:
             found |= most_frozen_pieces(found, self.num_experts, self.k_snapshot, self._computed_in)
         return found
+
+    def _written_experts(self) -> Mapping[str, StatePiece]:
+        """The pieces of experts that this rank writes, by key; found again only if a tensor has another address."""
+        addresses = self._state.expert_addresses()
+        if addresses != self._addresses:
+            self._addresses, self._experts = addresses, self._state.experts_of(self._writers)
+        return self._experts
 
     def _predicted_bytes(self) -> int:
         if self._settings.lossless and self.num_experts:
@@ -157,7 +132,7 @@ class SnapshotContents:
             full: every expert, as the first one of a session in any case.
         """
         whole, self._is_next_full = full or self._is_next_full, False
-        pieces = {**self._written.experts(), **self._written.dense()}
+        pieces = {**self._written_experts(), **self._state.dense_of(self._rows)}
         if checkpoint_ledger is None:
             return ChosenPieces(pieces=pieces)
         is_window = self._settings.lossless and not whole and self.k_snapshot < self.num_experts
@@ -179,7 +154,7 @@ class SnapshotContents:
         assert window is not None
         if step == window.last:
             self.window = None
-        return self._of_window(step, window, self._written.experts())
+        return self._of_window(step, window, self._written_experts())
 
     def _of_window(self, step: int, window: ReplayWindow, written: Mapping[str, StatePiece]) -> ChosenPieces:
         pieces = window_pieces(window, step, written, self._computed_in)
@@ -200,11 +175,10 @@ class SnapshotContents:
             int64 [L, E], the rank that writes each expert, the same on every rank; None where a rank lacks room for
             those that it would have to write, so that a new session must be opened.
         """
-        writers = state.expert_writers(self._written.writers)
+        writers = state.expert_writers(self._writers)
         if self._room is not None and not state.load_of(writers) <= self._room:
             return None
-        self._state = state
-        self._written.reassign(state, writers)
+        self._state, self._writers, self._addresses = state, writers, None
         return state.owners(writers)
 
     def raise_k(self, k: int) -> None:
@@ -255,10 +229,9 @@ def window_pieces(
         expert = expert_of(key)
         if whole[expert] if expert is not None else step == window.first:
             found[key] = piece
-        elif expert is not None and frozen[expert]:
-            layer, number, scope, name = parse_expert_key(key)
-            if scope in WEIGHTS:
-                found[replay_key(layer, number, step, name)] = frozen_piece(piece, step, computed_in)
+        elif expert is not None and frozen[expert] and parse_expert_key(key)[2] in WEIGHTS:
+            kept = frozen_piece(piece, step, computed_in)
+            found[kept.key] = kept
     return found
 
 
