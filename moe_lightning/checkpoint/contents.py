@@ -38,24 +38,6 @@ class ChosenPieces:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredTimes:
-    """Times of the full checkpoint, of the slowest rank.
-
-    Attributes:
-        copy_s, persist_s: to copy it and to write it.
-        step_s: of a step.
-        overlap_s: of the passes under which copies hide, the shortest of all ranks.
-        copied_bytes: by K from 0, what the busiest rank copies of K experts a layer.
-    """
-
-    copy_s: float
-    persist_s: float
-    step_s: float
-    overlap_s: float
-    copied_bytes: Mapping[int, float]
-
-
 class SnapshotContents:
     """Chooses the contents of one snapshot after the other.
 
@@ -188,21 +170,29 @@ class SnapshotContents:
             self.k_snapshot = max(self.k_snapshot, self.k_persist)
             self.predicted_bytes = self._predicted_bytes()
 
-    def adapt(self, times: MeasuredTimes) -> AdaptiveConfiguration:
+    def adapt(
+        self, *, copy_s: float, persist_s: float, step_s: float, overlap_s: float, copied_bytes: Mapping[int, float]
+    ) -> AdaptiveConfiguration:
         """Choose the interval from measured times, the same on every rank, and K_snapshot where the settings leave it
         open; the next checkpoint holds everything, because turns are counted from one that does.
+
+        Args:
+            copy_s, persist_s: time of the slowest rank to copy and to write the full checkpoint.
+            step_s: of a step.
+            overlap_s: of the passes under which copies hide, the shortest of all ranks.
+            copied_bytes: by K from 0, what the busiest rank copies of K experts a layer.
         """
         experts, settings = self.num_experts, self._settings
-        copied = written = times.copied_bytes
+        copied = written = copied_bytes
         if settings.lossless and experts:
             windows = {k: self._state.window_bytes(k, self._computed_in) for k in copied if k}
             copied, written = ({k: of(sizes) for k, sizes in windows.items()} for of in (max, sum))
         is_open = settings.k_snapshot == "auto" or (settings.lossless and settings.k_snapshot is None)
         adapted = adapt(
-            snapshot_s=lambda k: times.copy_s * copied[k] / copied[experts],
-            persist_s=lambda k: times.persist_s * written[k] / written[experts],
-            step_s=times.step_s,
-            overlap_s=times.overlap_s,
+            snapshot_s=lambda k: copy_s * copied[k] / copied[experts],
+            persist_s=lambda k: persist_s * written[k] / written[experts],
+            step_s=step_s,
+            overlap_s=overlap_s,
             num_experts=experts,
             failure_rate_per_s=settings.failures_per_hour / 3600.0,
             k_snapshot=None if is_open else self.k_snapshot,

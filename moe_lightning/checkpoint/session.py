@@ -28,7 +28,7 @@ from moe_lightning.checkpoint.arena import (
     fallback_directory,
 )
 from moe_lightning.checkpoint.commit import dump_object
-from moe_lightning.checkpoint.contents import MeasuredTimes, SnapshotContents
+from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.directory import (
     check_world,
     claim,
@@ -302,13 +302,11 @@ class CheckpointSession:
             return False
         copy_s, persist_s, step_s = (max(entry[i] for entry in gathered) for i in (1, 2, 4))
         self.adapted = self.contents.adapt(
-            MeasuredTimes(
-                copy_s=copy_s,
-                persist_s=persist_s,
-                step_s=step_s,
-                overlap_s=min(entry[3] for entry in gathered),
-                copied_bytes={k: max(sizes) for k, sizes in enumerate(zip(*(e[5] for e in gathered), strict=True))},
-            )
+            copy_s=copy_s,
+            persist_s=persist_s,
+            step_s=step_s,
+            overlap_s=min(entry[3] for entry in gathered),
+            copied_bytes={k: max(sizes) for k, sizes in enumerate(zip(*(e[5] for e in gathered), strict=True))},
         )
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from moe_lightning.callbacks.checkpoint import adapted_line
-from moe_lightning.checkpoint.contents import MeasuredTimes, SnapshotContents
+from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
+from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack
@@ -167,7 +167,10 @@ def test_a_parameter_without_elements_is_written_by_one_rank() -> None:
     assert names.count("dense/place/weight") == 1
 
 
-ONE_HIDES = MeasuredTimes(copy_s=3.0, persist_s=9.0, step_s=2.0, overlap_s=1.0, copied_bytes={0: 0, 1: 1, 2: 2, 3: 3})
+def adapt(contents: SnapshotContents, *, overlap_s: float = 1.0) -> AdaptiveConfiguration:
+    """Of three experts, one is copied in a second."""
+    copied_bytes = {0: 0, 1: 1, 2: 2, 3: 3}
+    return contents.adapt(copy_s=3.0, persist_s=9.0, step_s=2.0, overlap_s=overlap_s, copied_bytes=copied_bytes)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +189,14 @@ def test_an_automatic_interval_leaves_the_numbers_of_experts_that_were_asked_for
     settings: dict[str, Any], k_snapshot: int, k_persist: int, interval: int
 ) -> None:
     contents = Run(every_n_steps="auto", **settings).contents
-    adapted = contents.adapt(ONE_HIDES)
+    adapted = adapt(contents)
     assert (contents.k_snapshot, contents.k_persist) == (k_snapshot, k_persist)
     assert adapted.interval_steps == interval, "each is written before the next begins"
 
 
 def test_all_experts_that_hide_are_written_where_nothing_else_is_asked_for() -> None:
     contents = Run(k_snapshot="auto").contents
-    contents.adapt(replace(ONE_HIDES, overlap_s=2.0))
+    adapt(contents, overlap_s=2.0)
     assert (contents.k_snapshot, contents.k_persist) == (2, 2)
 
 
@@ -203,7 +206,7 @@ def test_predicted_bytes_are_those_of_the_experts_that_are_written_now() -> None
         contents.raise_k(k)
         assert contents.predicted_bytes == contents.rank_bytes(k)
     contents = Run(k_snapshot="auto").contents
-    contents.adapt(ONE_HIDES)
+    adapt(contents)
     assert contents.predicted_bytes == contents.rank_bytes(1) < contents.rank_bytes(3)
 
 
@@ -211,7 +214,7 @@ def test_the_shortest_interval_is_told_where_copies_stall_and_no_faults_are_expe
     for failures_per_hour, overlap_s, says_so in ((0.0, 1.0, True), (0.0, 3.0, False), (1.0, 1.0, False)):
         settings = CheckpointSettings(every_n_steps="auto", failures_per_hour=failures_per_hour)
         contents = Run().contents
-        adapted = contents.adapt(replace(ONE_HIDES, overlap_s=overlap_s))
+        adapted = adapt(contents, overlap_s=overlap_s)
         line = adapted_line(adapted, settings, contents, 5, overlap_s)
         assert line.startswith("checkpoints from now on: K_snapshot=3, K_persist=3, every 5 steps")
         assert ("stalls training for 2000 ms: give failures_per_hour" in line) == says_so
