@@ -13,7 +13,7 @@ from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.schedule import plan_window
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.state.pieces import Piece, StatePiece, is_replayed, parse_expert_key
+from moe_lightning.state.pieces import Piece, StatePiece, is_expert_key, is_replayed, parse_expert_key
 from moe_lightning.text_table import table
 
 WINDOWS = ("window_longest", "window_mean", "window_whole")
@@ -42,7 +42,7 @@ def window_stalls(
     """
     written = {key: StatePiece.of(key, tensor) for key, tensor in state.items()}
     experts = _experts(written)
-    layers = 1 + max(parse_expert_key(key)[0] for key, piece in written.items() if piece.is_expert_key)
+    layers = 1 + max(parse_expert_key(key)[0] for key in written if is_expert_key(key))
     tokens = np.tile(np.arange(experts), (layers, ranks))  # as many of every rank have each turn
     window = plan_window(first, tokens, ranks * -(-experts // _STEPS))
     stalls = []
@@ -98,7 +98,7 @@ def window_table(medians: Mapping[str, float], place: Place) -> str:
 
 def _experts(pieces: Mapping[str, StatePiece]) -> int:
     """Of a layer."""
-    return len({parse_expert_key(key)[1] for key, piece in pieces.items() if piece.is_expert_key})
+    return len({parse_expert_key(key)[1] for key in pieces if is_expert_key(key)})
 
 
 def _step_of(piece: Piece) -> int:

@@ -15,7 +15,7 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, ReplayWindow, adapt, most_frozen
 from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.state.pieces import WEIGHTS, StatePiece, expert_of, parse_expert_key, replay_key
+from moe_lightning.state.pieces import WEIGHTS, StatePiece, expert_of, is_expert_key, parse_expert_key, replay_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ def file_group(piece: StatePiece, window: ReplayWindow) -> str:
     expert = expert_of(piece.key)
     if expert is None:
         return "dense"
-    return f"experts-slot{window.turns[expert]:03d}" if piece.is_expert_key else "replay"
+    return f"experts-slot{window.turns[expert]:03d}" if is_expert_key(piece.key) else "replay"
 
 
 def most_frozen_pieces(
@@ -252,7 +252,7 @@ def most_frozen_pieces(
     found: dict[str, StatePiece] = {}
     by_layer: dict[tuple[int, str], list[StatePiece]] = {}
     for key, piece in written.items():
-        if piece.is_expert_key and parse_expert_key(key)[2] in WEIGHTS:
+        if is_expert_key(key) and parse_expert_key(key)[2] in WEIGHTS:
             layer, _, _, name = parse_expert_key(key)
             by_layer.setdefault((layer, name), []).append(piece)
     for pieces in by_layer.values():

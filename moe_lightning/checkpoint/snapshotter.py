@@ -38,7 +38,7 @@ from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.schedule import schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
-from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Location, Piece, StatePiece, describe
+from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Location, Piece, StatePiece, describe, is_expert_key
 from moe_lightning.state.tensors import page_locked
 
 CHUNK_BYTES = 8 << 20
@@ -426,9 +426,10 @@ class Snapshotter:
         carried: list[Piece] = []
         for live in state:
             key, known = live.key, older.get(live.key)
-            group = groups.get(key, "experts" if live.is_expert_key else "dense")
+            is_expert = is_expert_key(key)
+            group = groups.get(key, "experts" if is_expert else "dense")
             piece = describe(live, version=step, group=group)
-            left_out = fresh is not None and live.is_expert_key and key not in fresh
+            left_out = fresh is not None and is_expert and key not in fresh
             has_turn = not left_out if persist is None else key in persist
             due = step if has_turn or known is None else known.due
             if left_out and known is not None and (known.dtype, known.block) == (piece.dtype, piece.block):

@@ -151,7 +151,7 @@ class TrainingState(State):
         for module, rows in plan.items():
             found |= {p.key: p if rows is None else p.rows(*rows) for p in shared[module]}
         for piece in filter(None, (piece.share(self.rank) for piece in whole)):
-            own = replace(piece, tensor=piece.tensor.clone()) if piece.is_buffer else piece
+            own = replace(piece, tensor=piece.tensor.clone()) if piece.key.endswith("/buffer") else piece
             found[f"{piece.key} at {piece.block.offsets}" if piece.key in found else piece.key] = own
         return found
 
@@ -297,7 +297,7 @@ class TrainingState(State):
                     key = checkpoint.key_at(f"expert/{layer}/{expert}/{scope}/{name}", checkpoint.first_step)
                     _restore(checkpoint, key, parameter.data[slot])
         for piece in self.pieces():
-            if not piece.is_expert_key and not piece.is_moment:
+            if not is_expert_key(piece.key) and not is_moment(piece.key):
                 average = f"{piece.key.rpartition('/')[0]}/{AVERAGE}"
                 key = average if AVERAGE in scopes and average in saved else piece.key
                 if strict or key in saved:
@@ -312,7 +312,7 @@ class TrainingState(State):
         """
         self.adopt(self._objects_in(checkpoint), checkpoint.shapes())
         for piece in self.pieces():
-            if not piece.is_expert_key:
+            if not is_expert_key(piece.key):
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
     @torch.no_grad()
@@ -342,7 +342,7 @@ class TrainingState(State):
             optimizer.state.clear()
         self.adopt(objects, checkpoint.shapes())
         for piece in self.pieces():
-            if piece.is_moment:
+            if is_moment(piece.key):
                 _restore(checkpoint, piece.key, piece.tensor, piece.block)
 
     def _objects_in(self, checkpoint: CheckpointSource) -> dict[str, Any]:

@@ -159,21 +159,6 @@ class StatePiece:
         return cls(key=key, tensor=tensor, block=Block.of(tensor.shape), holders=holders)
 
     @property
-    def is_expert_key(self) -> bool:
-        """True if the piece belongs to an expert: a checkpoint may hold an older version of it."""
-        return is_expert_key(self.key)
-
-    @property
-    def is_moment(self) -> bool:
-        """True if the piece is no value of the module, see the function `is_moment`."""
-        return is_moment(self.key)
-
-    @property
-    def is_buffer(self) -> bool:
-        """True for the value of a buffer."""
-        return self.key.endswith("/buffer") and not self.is_expert_key
-
-    @property
     def first_row(self) -> int:
         """First row in the whole tensor; 0 for a scalar."""
         return sum(self.block.offsets[:1])
