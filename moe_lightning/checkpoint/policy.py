@@ -22,7 +22,6 @@ from moe_lightning.checkpoint.selection import (
     SCOPES,
     Ledger,
     Selection,
-    Source,
     full_selection,
     load_aware_global_selection,
     load_aware_selection,
@@ -297,21 +296,12 @@ class CheckpointLedger:
             )
         processed, history = saved["processed"].numpy().astype(np.int64), _history_of(saved)
         held = processed - unseen_tokens(saved, step, versions)
-        self.ledger.load_state_dict(
-            {
-                "planned_assignments": self.ledger.planned_assignments,
-                "processed": processed,
-                "in_memory": held,
-                "on_storage": held,
-                "lost": saved["lost"].numpy().astype(np.int64),
-                "point_processed": processed,
-                "point_in_memory": held,
-            }
-        )
+        tables = {"processed": processed, "in_memory": held, "on_storage": held, "lost": saved["lost"].numpy()}
+        self.ledger.load_state_dict(self.ledger.state_dict() | tables)
         self._ordinal = int(saved["ordinal"])
         self._persisted_version, self._persisted_processed = versions.copy(), held.copy()
         self._history = history
-        return self.ledger.recover(Source.STORAGE)
+        return self.ledger.lose(held)
 
 
 def unseen_tokens(saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
