@@ -56,7 +56,7 @@ from moe_lightning.checkpoint.directory import (
 from moe_lightning.checkpoint.manifest import METADATA, PRUNED, FileRecord, Manifest, RankPart, check_coverage
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import storage_of
-from moe_lightning.checkpoint.storage.interface import Place, Storage
+from moe_lightning.checkpoint.storage.interface import Place, Storage, collecting
 from moe_lightning.compat import private_torch
 from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Location, Piece, is_expert_key, is_replayed
@@ -463,7 +463,7 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
         sound = (path for path, heading in own if is_sound(heading.session, heading.step, damaged))
         kept = {*(path for path, _ in own[: max(1, keep_last)]), next(sound, None)}
         for path in reversed([path for path, _ in own if path not in kept]):
-            with _collecting(failures), storage.unread(path) as free:
+            with collecting(failures), storage.unread(path) as free:
                 if free:
                     storage.retire(path)
                     removed.append(path.name)
@@ -474,15 +474,15 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
         newest = own[0][1]
         places = directories(root)
         for path in () if unread_manifests(root, places) else places:  # what these need is not known
-            with _collecting(failures):
+            with collecting(failures):
                 if storage.is_own(path) and not has_manifest(path):
                     _delete_unneeded(storage, path, newest.run, needed)
         for name in storage.names(root):
             owner = storage.owner(root / name)
             if owner is not None and owner[1:] < (newest.session, newest.step):
-                with _collecting(failures):
+                with collecting(failures):
                     storage.discard(root / name)
-        with _collecting(failures):
+        with collecting(failures):
             storage.sweep(root)
     if failures:
         raise failures[0]
@@ -492,15 +492,6 @@ def prune(root: Place, keep_last: int, *, world: int | None = None) -> list[str]
 def _key(path: Place) -> str:
     """The same for all ways in which manifests name a file."""
     return os.path.normpath(path)
-
-
-@contextlib.contextmanager
-def _collecting(failures: list[OSError]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):  # deleted by somebody else
-            failures.append(error)
 
 
 def _delete_unneeded(storage: Storage, path: Place, run: str, needed: set[str]) -> None:

@@ -196,6 +196,16 @@ def exists(storage: Storage, path: Place) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def collecting(failures: list[OSError]) -> Iterator[None]:
+    """Add the failure of a deletion to a list and go on; what somebody else has deleted is none."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            failures.append(error)
+
+
 _LOCK_S = 60.0
 
 

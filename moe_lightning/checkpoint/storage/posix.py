@@ -26,6 +26,7 @@ from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.interface import (
     Place,
     Stat,
+    collecting,
     directory_lock,
     identity_of,
     sync_directory,
@@ -189,12 +190,8 @@ class PosixStorage:
         if swept:
             sync_directory(Path(root))
         for path in swept:
-            try:
+            with collecting(failures):
                 delete_staging(path)
-            except FileNotFoundError:
-                continue  # deleted by somebody else
-            except OSError as error:
-                failures.append(error)
         if failures:
             raise failures[0]
 
