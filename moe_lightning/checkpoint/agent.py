@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -127,7 +128,7 @@ class CarriedFileVerifier:
     def __init__(self) -> None:
         self._commits = 0
         self._read_at: dict[str, int] = {}  # the commit at which a file was last known to be whole
-        self._rounds: list[Iterator[None]] = []
+        self._unread: Iterator[None] = iter(())  # what is left to be read until the next commit
         self.damaged: set[str] = set()
         self.problems: list[str] = []
 
@@ -137,26 +138,24 @@ class CarriedFileVerifier:
         Args:
             ranks: of this node; other nodes read the files of theirs.
         """
-        while self.work():
+        for _ in self._unread:
             pass
         self._commits += 1
         carried = {name: r for name, r in manifest.files.items() if _is_carried(name, manifest.step, ranks)}
         self._read_at = {name: self._read_at.get(name, self._commits - 1) for name in carried}
         self.damaged &= carried.keys()
+        rounds = []
         share = sum(record.nbytes for record in carried.values()) / VERIFY_WITHIN
         for name in sorted(carried.keys() - self.damaged, key=lambda n: (self._read_at[n], n)):
             if share <= 0 and self._commits - self._read_at[name] < VERIFY_WITHIN:
                 break
             share -= carried[name].nbytes
-            self._rounds.append(self._read(directory, name, carried[name]))
+            rounds.append(self._read(directory, name, carried[name]))
+        self._unread = chain.from_iterable(rounds)
 
     def work(self) -> bool:
         """Read a little; False where nothing is left to be read until the next commit."""
-        while self._rounds:
-            if next(self._rounds[0], self) is not self:
-                return True
-            del self._rounds[0]
-        return False
+        return next(self._unread, self) is not self
 
     def _read(self, directory: Place, name: str, record: FileRecord) -> Iterator[None]:
         """Compare a file with its checksum, a chunk at a time."""
