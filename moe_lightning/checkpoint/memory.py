@@ -99,11 +99,11 @@ def open_arenas(arenas: Path) -> Iterator[tuple[SnapshotKind, Arena]]:
             yield (SnapshotKind.ARENA if own else kind), arena
 
 
-def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[int]]:
-    """(layer, expert), or None for everything else -> the indices of its pieces."""
-    units: dict[tuple[int, int] | None, list[int]] = defaultdict(list)
-    for index, piece in enumerate(pieces):
-        units[expert_of(piece.key)].append(index)
+def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[Piece]]:
+    """(layer, expert), or None for everything else -> its pieces."""
+    units: dict[tuple[int, int] | None, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        units[expert_of(piece.key)].append(piece)
     return dict(units)
 
 
@@ -121,11 +121,10 @@ def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
 
 def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> SnapshotInventory:
     experts = []
-    for unit, indices in sorted((u, i) for u, i in units_of(table.placed).items() if u is not None):
-        versions = [table.placed[index].version for index in indices if is_expert_key(table.placed[index].key)]
-        if not versions:
-            continue  # weights alone are nothing to restore from
-        experts.append(HeldExpert(*unit, min(versions), max(versions)))
+    for unit, pieces in units_of(table.placed).items():
+        versions = [piece.version for piece in pieces if is_expert_key(piece.key)]
+        if unit is not None and versions:  # weights alone are nothing to restore from
+            experts.append(HeldExpert(*unit, min(versions), max(versions)))
     return SnapshotInventory(
         kind=kind,
         writer=table.rank,
@@ -133,7 +132,7 @@ def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> Sn
         step=table.step,
         first=table.first_step,
         world_size=table.world_size,
-        experts=tuple(experts),
+        experts=tuple(sorted(experts)),
         **parity,
     )
 
@@ -168,11 +167,10 @@ class Snapshot:
 
     def unit(self, expert: tuple[int, int] | None) -> list[tuple[Piece, torch.Tensor]]:
         """Pieces and bytes of an expert, or of everything else."""
-        chosen = [self.table.placed[index] for index in self._units.get(expert, [])]
-        return [(piece, self._payload(piece)) for piece in chosen]
+        return [(piece, self._payload(piece)) for piece in self._units.get(expert, [])]
 
     @cached_property
-    def _units(self) -> dict[tuple[int, int] | None, list[int]]:
+    def _units(self) -> dict[tuple[int, int] | None, list[Piece]]:
         return units_of(self.table.placed)
 
     def _payload(self, piece: Piece) -> torch.Tensor:
