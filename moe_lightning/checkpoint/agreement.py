@@ -257,7 +257,8 @@ def will_lack_parts(job: Job, arenas: Mapping[Path, Arena], root: Place) -> bool
 
 def missing_parts(root: Place, job: Job) -> list[int]:
     """Ranks whose part is not there."""
-    return missing_ranks(storage_of(root).staging(root, job.session, job.step, job.world), job.world_size)
+    storage = storage_of(root)
+    return missing_ranks(storage.names(storage.staging(root, job.session, job.step, job.world)), job.world_size)
 
 
 def cannot_provide(arena: Arena, session: str, step: int) -> bool:

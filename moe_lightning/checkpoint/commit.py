@@ -297,7 +297,7 @@ def try_commit(
     storage = storage_of(root)
     staging = storage.staging(root, session, step, world)
     names = storage.names(staging)
-    if names and MANIFEST not in names and _missing(names, world_size):
+    if names and MANIFEST not in names and missing_ranks(names, world_size):
         return _committed(root, session, step) if has_written else None
     if not names and not storage.is_dir(root):
         return None
@@ -349,12 +349,8 @@ def withdraw_part(root: Place, session: str, step: int, rank: int, *, world: int
                 storage.delete(staging / name)
 
 
-def missing_ranks(staging: Place, world_size: int) -> list[int]:
-    """Ranks whose part is not in a staging directory."""
-    return _missing(storage_of(staging).names(staging), world_size)
-
-
-def _missing(names: Collection[str], world_size: int) -> list[int]:
+def missing_ranks(names: Collection[str], world_size: int) -> list[int]:
+    """Ranks whose part is not among the names in a staging directory."""
     there = {*names}
     return [rank for rank in range(world_size) if part_name(rank) not in there]
 
