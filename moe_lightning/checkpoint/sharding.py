@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -183,23 +184,18 @@ def equal_expert_writers(selection: Selection, *, dp_size: int, ep_size: int) ->
 
 
 def balanced_expert_writers(
-    selection: Selection,
-    holders: Sequence[Sequence[Sequence[int]]],
-    num_ranks: int,
-    before: Mapping[tuple[int, int], int] | None = None,
+    holders: Sequence[Sequence[Sequence[int]]], before: Mapping[tuple[int, int], int] | None = None
 ) -> dict[tuple[int, int], int]:
-    """EE for any placement: each selected expert is written by that of its holders that writes fewest so far (ties:
-    lowest rank).
+    """EE for any placement: each expert is written by that of its holders that writes fewest so far (ties: lowest
+    rank).
 
     Experts with the fewest holders choose first. `holders[layer][expert]` are the ranks with a replica. Who wrote an
     expert `before` goes on, where it still holds it.
     """
-    pairs = [(layer, expert) for layer, chosen in enumerate(selection.experts) for expert in sorted(chosen)]
+    pairs = [(layer, expert) for layer, row in enumerate(holders) for expert in range(len(row))]
     known = before or {}
     writers = {pair: known[pair] for pair in pairs if known.get(pair) in holders[pair[0]][pair[1]]}
-    written = [0] * num_ranks
-    for rank in writers.values():
-        written[rank] += 1
+    written = Counter(writers.values())
     pairs = [pair for pair in pairs if pair not in writers]
     for layer, expert in sorted(pairs, key=lambda pair: len(holders[pair[0]][pair[1]])):
         rank = min(holders[layer][expert], key=lambda r: (written[r], r))
@@ -248,10 +244,9 @@ def _one_range_a_rank(modules: Sequence[Module], parts: Sequence[ModuleRows], ra
 
     A rank that got several parts of a module would otherwise have several ranges of one tensor.
     """
-    rows: dict[str, dict[int, int]] = {module.name: {} for module in modules}
+    rows: dict[str, Counter[int]] = defaultdict(Counter)
     for part, rank in zip(parts, ranks, strict=True):
-        of_module = rows[part.module]
-        of_module[rank] = of_module.get(rank, 0) + part.last_row - part.first_row
+        rows[part.module][rank] += part.last_row - part.first_row
     pieces: list[ModuleRows] = []
     for module in modules:
         first = 0

@@ -28,7 +28,6 @@ from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.memory import MemoryCheckpoint
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order
 from moe_lightning.checkpoint.schedule import window_bytes
-from moe_lightning.checkpoint.selection import full_selection
 from moe_lightning.checkpoint.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
@@ -222,8 +221,7 @@ class TrainingState(State):
         if not self.stacks:
             return {}
         holders = [[stack.placement.holders(e) for e in range(self.num_experts)] for stack in self.stacks]
-        everything = full_selection(self.num_layers, self.num_experts)
-        return balanced_expert_writers(everything, holders, self.world_size, before)
+        return balanced_expert_writers(holders, before)
 
     def experts_of(self, writers: Writers) -> dict[str, StatePiece]:
         """The pieces of the experts that this rank writes."""
@@ -347,10 +345,8 @@ class TrainingState(State):
 
     def _objects_in(self, checkpoint: CheckpointSource) -> dict[str, Any]:
         """Return what `State.objects` of one process would be; scalars come from all ranks that saved theirs."""
-        found: dict[str, Any] = {}
-        for index in range(len(self.optimizers)):
-            name = f"optimizer/{index}"
-            found[name] = checkpoint.read_object(name)
+        names = [f"optimizer/{index}" for index in range(len(self.optimizers))]
+        found: dict[str, Any] = {name: checkpoint.read_object(name) for name in names}
         for key in checkpoint.keys(scalars_key("")):
             for name, scalars in checkpoint.read_object(key).items():
                 if name in found:

@@ -23,7 +23,7 @@ from moe_lightning.arrays import cut
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.policy import CheckpointLedger
 from moe_lightning.checkpoint.schedule import OverheadModel, adapt
-from moe_lightning.checkpoint.selection import Selection, full_selection, parse_scopes, sequential_selection
+from moe_lightning.checkpoint.selection import parse_scopes, sequential_selection
 from moe_lightning.checkpoint.sharding import (
     Module,
     balanced_expert_writers,
@@ -125,22 +125,20 @@ def test_adaptive_sharding_fills_the_ranks_without_experts() -> None:
 
 
 def test_writers_under_any_placement() -> None:
-    selection = Selection(experts=((0, 1, 2), (0, 1, 2)), num_experts=3)
     holders = [[(0, 1), (0,), (0, 1, 2)]] * 2
-    writers = balanced_expert_writers(selection, holders, 3)
+    writers = balanced_expert_writers(holders)
     assert all(rank in holders[layer][expert] for (layer, expert), rank in writers.items())
     assert Counter(writers.values()) == {0: 2, 1: 2, 2: 2}
 
 
 def test_who_writes_an_expert_goes_on_where_it_still_holds_it() -> None:
     rng, shape = random.Random(0), (3, 8)
-    everything = full_selection(*shape)
     holders = [[sorted(rng.sample(range(4), 2)) for _ in range(shape[1])] for _ in range(shape[0])]
-    before = balanced_expert_writers(everything, holders, 4)
-    assert balanced_expert_writers(everything, holders, 4, before) == before
+    before = balanced_expert_writers(holders)
+    assert balanced_expert_writers(holders, before) == before
     lost = before[1, 5]
     holders[1][5] = [rank for rank in holders[1][5] if rank != lost]
-    after = balanced_expert_writers(everything, holders, 4, before)
+    after = balanced_expert_writers(holders, before)
     assert {pair for pair in before if after[pair] != before[pair]} == {(1, 5)}
     assert after[1, 5] in holders[1][5]
 
