@@ -65,14 +65,14 @@ class AdamWReplay:
         if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
             raise ConfigurationError("a learning rate in a tensor rounds differently: give it as a float")
         self.version = version
-        self._weights = [{name: _on_host(p) for name, p in group.items()} for group in groups]
-        self._optimizer = AdamW([{"params": list(group.values())} for group in self._weights], foreach=True)
+        self._weights = {name: _on_host(p) for group in groups for name, p in group.items()}
+        self._optimizer = AdamW([{"params": [self._weights[name] for name in group]} for group in groups], foreach=True)
         self._follow(optimizer)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The kept parameters."""
-        return tuple(name for group in self._weights for name in group)
+        return tuple(self._weights)
 
     @torch.no_grad()
     def replay(self, gradients: Mapping[str, Tensor], optimizer: Optimizer) -> None:
@@ -83,9 +83,8 @@ class AdamWReplay:
             optimizer: the live one, before or after the same update.
         """
         self._follow(optimizer)
-        for group in self._weights:
-            for name, weight in group.items():
-                weight.grad = gradients[name].detach().to("cpu") if name in gradients else None
+        for name, weight in self._weights.items():
+            weight.grad = gradients[name].detach().to("cpu") if name in gradients else None
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.version += 1
@@ -93,12 +92,12 @@ class AdamWReplay:
     def states(self, name: str) -> dict[str, Tensor]:
         """The weight and the optimizer's tensors of a parameter, by scope; "step" is among them after the first
         update."""
-        weight = next(group[name] for group in self._weights if name in group)
+        weight = self._weights[name]
         return {"weight": weight.detach(), **dict(sorted(self._optimizer.state[weight].items()))}
 
     def load(self, name: str, states: Mapping[str, Tensor]) -> None:
         """Take over a parameter's weight and optimizer state."""
-        weight = next(group[name] for group in self._weights if name in group)
+        weight = self._weights[name]
         with torch.no_grad():
             weight.copy_(states["weight"])
         self._optimizer.state[weight] = {
