@@ -23,6 +23,7 @@ the waiting snapshot that is dropped is ours.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -46,6 +47,7 @@ import xxhash
 from moe_lightning.checkpoint.manifest import StepRecord, check_blocks, check_pieces, dump_json, read_json
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively
+from moe_lightning.cores import available_memory
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.state.pieces import LARGEST, Piece, Size
 
@@ -309,19 +311,23 @@ def reserve(fd: int, size: int, room: Path) -> None:
     Raises:
         ConfigurationError: the file system has no room.
     """
+    free = _free_bytes(room)
     try:
+        if size > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        free = _free_bytes(room) / 2**30
         raise ConfigurationError(
-            f"the arena needs {size / 2**30:.2f} GiB in {room}, where {free:.2f} GiB are free ({error.strerror}): "
-            "free memory or use another directory"
+            f"the arena needs {size / 2**30:.2f} GiB in {room}, where {free / 2**30:.2f} GiB are free "
+            f"({error.strerror}): free memory or use another directory"
         ) from error
 
 
 def _free_bytes(room: Path) -> int:
+    """Return the space for files in a folder; shared memory takes no more than processes may, whatever it reports."""
     stats = os.statvfs(room)
-    return stats.f_bavail * stats.f_frsize
+    free = stats.f_bavail * stats.f_frsize
+    return min(free, available_memory()) if room.is_relative_to(MEMORY) else free
 
 
 _MAGIC = b"MOEARN03"

@@ -19,7 +19,7 @@ from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from moe_lightning.cli.capacity import RANK_BYTES, available_memory, ranks_of
+from moe_lightning.cli.capacity import RANK_BYTES, ranks_of
 from moe_lightning.cli.composition import (
     CONFIG_NAME,
     check_config,
@@ -31,7 +31,7 @@ from moe_lightning.cli.composition import (
 from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
 from moe_lightning.cli.simulation import HEAD, launch_command, recipe_file, recommended_settings
 from moe_lightning.config import shown
-from moe_lightning.cores import usable_cores
+from moe_lightning.cores import available_memory, usable_cores
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import cheapest_interval
 from moe_lightning.simulate.failures import Failures

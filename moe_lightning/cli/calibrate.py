@@ -29,7 +29,7 @@ from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.balancing.rules import STRATEGIES
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
-from moe_lightning.cli.capacity import RANK_BYTES, available_memory, check_processes, free_bytes
+from moe_lightning.cli.capacity import RANK_BYTES, check_processes, free_bytes
 from moe_lightning.cli.short_training import (
     WARMUP_STEPS,
     ModelOptions,
@@ -42,6 +42,7 @@ from moe_lightning.cli.short_training import (
     train,
     write_trace,
 )
+from moe_lightning.cores import available_memory
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.parallel.collectives import all_gather_json

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from moe_lightning.cores import available_memory, machine_memory
 from moe_lightning.errors import ConfigurationError
 
 GIB = 2**30
@@ -36,30 +35,6 @@ def nodes_of(config: Mapping[str, Any]) -> int:
     return nodes
 
 
-def machine_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def available_memory() -> int:
-    """Bytes that this machine can still give to processes, within the limit of their container."""
-    known = [machine_memory()]
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        known.append(next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-    for folder, limit, usage in _CONTAINER:
-        with suppress(OSError, ValueError):  # "max": no limit
-            used = int((folder / usage).read_text()) - _file_cache(folder / "memory.stat")
-            known.append(int((folder / limit).read_text()) - used)
-    return max(0, min(known))
-
-
-def _file_cache(path: Path) -> int:
-    """Bytes of files that a container has in memory, and that make room for others."""
-    found = dict(line.split() for line in path.read_text().splitlines())
-    return sum(int(found.get(f"total_{name}", found.get(name, 0))) for name in ("inactive_file", "active_file"))
-
-
 def free_bytes(ranks: int, *, on_cpu: bool) -> float:
     """Bytes that are free for each of so many ranks of this machine; of a GPU for the rank that uses it."""
     if on_cpu:
@@ -67,13 +42,6 @@ def free_bytes(ranks: int, *, on_cpu: bool) -> float:
     import torch
 
     return float(torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0])
-
-
-_CONTAINER = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-"""Folder of a container's control group, and its files of limit and usage, of both versions."""
 
 
 def check_processes(ranks: int, num_workers: int = 0) -> None:

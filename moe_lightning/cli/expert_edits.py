@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_lightning.checkpoint.files import read_file, write_file
-from moe_lightning.cli.capacity import GIB, machine_memory
+from moe_lightning.cli.capacity import GIB
 from moe_lightning.cli.resume import config_of
+from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:

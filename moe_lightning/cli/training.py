@@ -48,7 +48,6 @@ from moe_lightning.cli.capacity import (
     check_model,
     check_processes,
     check_sample,
-    machine_memory,
     nodes_of,
     ranks_of,
     whole_memory,
@@ -59,6 +58,7 @@ from moe_lightning.cli.resume import changes, check_changes, check_start, goes_o
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import TARGET, with_key
+from moe_lightning.cores import machine_memory
 from moe_lightning.data.text import TextData
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.worker import Interrupted

@@ -267,6 +267,22 @@ def test_snapshots_on_disk_are_announced(tmp_path: Path, caplog: pytest.LogCaptu
     assert "--shm-size" in caplog.text
 
 
+def test_shared_memory_has_no_more_room_than_processes_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it reports: the kernel would kill the process that takes more."""
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(arena_module, "MEMORY", memory)
+    monkeypatch.setattr(arena_module, "available_memory", lambda: 1 << 20)
+    arenas = arena_directory("run", needed_bytes=2 << 20, fallback=tmp_path, memory=memory)
+    assert (arenas.parent, "has 0.00" in caplog.text) == (tmp_path, True)
+    arenas = arena_directory("small", needed_bytes=1 << 10, fallback=tmp_path, memory=memory)
+    with pytest.raises(ConfigurationError, match=r"GiB in .*small, where 0\.00 GiB are free"):
+        Arena.create(arena_path(arenas, 0), capacity={1 << 20: 1}, table_bytes=4096)
+    assert list(arenas.iterdir()) == []
+
+
 def test_nodes_whose_arenas_lie_in_one_folder_have_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def name(nodes: tuple[int, ...], host: str, node: str = "") -> str:
         monkeypatch.setattr(socket, "gethostname", lambda: host)

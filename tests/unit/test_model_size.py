@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, MoELayer
 from moe_lightning.callbacks.telemetry import ExpertModelSummary, Telemetry, WholeModelSummary
 from moe_lightning.cli import capacity, training
+from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig, expert_size, least_gpt_parameters, model_size, whole_parameters
 from moe_lightning.strategies.placed_experts import stages_of
@@ -234,7 +235,7 @@ def test_sizes_that_no_machine_holds_are_known_at_once(size: str) -> None:
         capacity.check_model(
             {f"model.{size}": getattr(config, size), "model.num_heads": 1},
             least_gpt_parameters(config),
-            capacity.machine_memory(),
+            machine_memory(),
         )
 
 

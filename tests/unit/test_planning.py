@@ -11,6 +11,7 @@ import torch
 from hydra import compose
 from omegaconf import OmegaConf
 
+from moe_lightning import cores
 from moe_lightning.cli import capacity, planning
 from moe_lightning.cli.composition import config_folder
 from moe_lightning.cli.footprint import TrainingShape, count_footprint
@@ -277,11 +278,18 @@ def test_axes_that_the_ranks_do_not_have_are_told_where_the_world_is_built(dense
 
 
 def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_CONTAINER", ((tmp_path, "memory.max", "memory.current"),))
+    monkeypatch.setattr(cores, "_CONTAINER", ((tmp_path, "memory.max", "memory.current"),))
+    monkeypatch.setattr(cores, "_OWN_GROUPS", tmp_path / "cgroup")
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("300\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100\nactive_file 50\n")
-    assert capacity.available_memory() > 1000
+    assert cores.available_memory() > 1000
     (tmp_path / "memory.max").write_text("1000\n")
-    assert capacity.available_memory() == 1000 - (300 - 150)
+    assert cores.available_memory() == 1000 - (300 - 150)
     assert capacity.free_bytes(2, on_cpu=True) == 425
+    job = tmp_path / "job 1:2"
+    (job / "step").mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("1:name=systemd:/\n0::/job 1:2/step\n")
+    for name, text in (("max", "500"), ("current", "200"), ("stat", "anon 200\n")):
+        (job / f"memory.{name}").write_text(text)
+    assert cores.available_memory() == 500 - 200, "of a batch job, in one of whose groups this process is"
