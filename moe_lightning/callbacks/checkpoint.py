@@ -30,7 +30,7 @@ from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
-from moe_lightning.checkpoint.session import CheckpointSession, SavingPlace
+from moe_lightning.checkpoint.session import CheckpointSession, LateCheckpoint, SavingPlace
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
 from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
 from moe_lightning.checkpoint.storage.interface import URL
@@ -484,7 +484,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._experts_moved = False
             self._reassign(strategy)
         if self.session is not None and self._growth.found(strategy.state, strategy.world):
-            self._close(wait=True)
+            self._end_session()
         if self.session is None:
             self._open(trainer, strategy)
         self.lost.record()
@@ -502,7 +502,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if self.session is not None:
             owners = self.session.reassign(strategy.state.training_state())
             if owners is None:
-                self._close(wait=True)
+                self._end_session()
             else:
                 self.lost.reassign(owners)
 
@@ -593,6 +593,13 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._close(wait=False, last_good=last_good)
         except RuntimeError as failure:
             exception.add_note(str(failure))
+
+    def _end_session(self) -> None:
+        """End the session where another one follows, whose first checkpoint holds everything."""
+        try:
+            self._close(wait=True)
+        except LateCheckpoint as error:
+            rank_zero_warn(f"{error}; training goes on, and the next checkpoint holds everything")
 
     def _close(self, *, wait: bool, last_good: int | None = None) -> None:
         """End the session.

@@ -26,7 +26,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _POLL_S = 0.01
 _RECORD_S = 1.0
-_LEAVE_S = 30.0
+LEAVE_S = 30.0
+"""An agent that has nothing to write may still be reading carried files or deleting old checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +129,11 @@ class AgentHandle:
         Raises:
             ConfigurationError: one serves that writes elsewhere, and it does not leave.
         """
-        if not self._has_own and agent_alive(self._arenas) and not self._serves_root() and not self._stop(_LEAVE_S):
+        if not self._has_own and agent_alive(self._arenas) and not self._serves_root() and not self._stop(LEAVE_S):
             # the directory of checkpoints has moved, and the agent still writes to its old place
             raise ConfigurationError(
                 f"an agent serves {self._arenas} that does not write to {self._root}, and has not left within "
-                f"{_LEAVE_S:g} s: end the process that {self._arenas / LOCK} names"
+                f"{LEAVE_S:g} s: end the process that {self._arenas / LOCK} names"
             )
         (self._arenas / STOP).unlink(missing_ok=True)
         self.ensure()
@@ -144,7 +145,7 @@ class AgentHandle:
 
     def wait_for_end(self) -> None:
         """Wait, but not for long, until the agent that was started here has left, where its directory was deleted."""
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + LEAVE_S
         while self._has_own and not agent_alive(self._arenas) and time.monotonic() <= deadline:
             time.sleep(_POLL_S)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.agent_handle import AgentHandle, AgentStatus, read_status
+from moe_lightning.checkpoint.agent_handle import LEAVE_S, AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.agreement import Agreement
 from moe_lightning.checkpoint.arena import (
     ARENAS,
@@ -92,6 +92,10 @@ class Opening:
     arenas: Path
     world_number: int
     agent: AgentHandle | None
+
+
+class LateCheckpoint(CheckpointError):
+    """The last checkpoint of a session was not written in time; raised on every rank."""
 
 
 class CheckpointSession:
@@ -320,8 +324,8 @@ class CheckpointSession:
         Raises:
             RuntimeError: the running copy failed.
             ConnectionError: it did.
-            CheckpointError: the agent could not write in time, or a newer world saves here; the last committed
-                checkpoint is as it was.
+            LateCheckpoint: the agent could not write in time; the last committed checkpoint is as it was.
+            CheckpointError: the agent has ended, or a newer world saves here; the last one is as it was, too.
         """
         try:
             self._snapshotter.give_up()
@@ -333,7 +337,7 @@ class CheckpointSession:
             return self.status()
         newest, agent = self._snapshotter.newest_step, self._opening.agent
         began = time.monotonic()
-        deadline = began + timeout_s
+        deadline, problem = began + timeout_s, ""
         while newest is not None and not self._has_committed(newest):
             check_world(self._opening.root, self._opening.world_number)
             if self._is_broken():
@@ -347,14 +351,17 @@ class CheckpointSession:
                 before = status.committed_step
                 last = "there is no whole one" if before is None else f"the last whole one is step {before}"
                 waited = f"{time.monotonic() - began:.1f} s"
-                raise CheckpointError(
-                    f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
-                )
+                problem = f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
+                if gone:
+                    raise CheckpointError(problem)
+                break
             time.sleep(pause_s(self._opening.root))
         status = self.status()
-        all_gather_json(0, self._world)  # every rank of the node has read the status
+        problems = all_gather_json(problem, self._world)  # every rank of the node has read the status
+        if late := next(filter(None, problems), None):
+            raise LateCheckpoint(str(late))
         if agent is not None:
-            agent.leave(max(1.0, deadline - time.monotonic()))
+            agent.leave(max(LEAVE_S, deadline - time.monotonic()))
             if self._opening.arenas.is_dir() and not any(self._opening.arenas.glob(ARENAS)):
                 shutil.rmtree(self._opening.arenas)
         return status

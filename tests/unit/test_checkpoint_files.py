@@ -392,7 +392,7 @@ def closing(path: Path, **changes: Any) -> Any:
     snapshotter = SimpleNamespace(give_up=lambda: None, newest_step=20, close=lambda: None)
     status = changes.pop("status", AgentStatus())
     return SimpleNamespace(
-        _snapshotter=snapshotter, _protector=None, _has_committed=lambda step: False,
+        _snapshotter=snapshotter, _protector=None, _world=World.single(), _has_committed=lambda step: False,
         _opening=SimpleNamespace(
             agent=SimpleNamespace(runs=changes.pop("runs", True)), root=path, arenas=path, world_number=1
         ),
