@@ -293,8 +293,11 @@ class Checkpoint(CheckpointSource):
         for _, problem in self._file_problems():
             raise CheckpointError(problem)
 
-    def damages(self) -> list[DamagedFile]:
+    def damages(self, *, share: tuple[int, int] = (0, 1)) -> list[DamagedFile]:
         """Every file that is not as it should be, and what of its contents is wrong.
+
+        Args:
+            share: (number, shares): only this one of so many shares of the files.
 
         Raises:
             CheckpointError: the manifest does not describe a whole checkpoint.
@@ -307,8 +310,14 @@ class Checkpoint(CheckpointSource):
                     piece.key for piece in self.manifest.stored if piece.at.file == name and not self.is_intact(piece)
                 ),
             )
-            for name, problem in self._file_problems()
+            for name, problem in self._file_problems(*share)
         ]
+
+    @property
+    def has_intact_substitutes(self) -> bool:
+        """True if what is read from checkpoints beside it matches the checksums there."""
+        read = ((self._others[name], key) for key, name in self.substitutes.items())
+        return all(other.is_intact(piece) for other, key in read for piece in other.stored(key))
 
     def is_intact(self, piece: Piece) -> bool:
         """Return True if the bytes of a piece match its checksum."""
@@ -331,9 +340,9 @@ class Checkpoint(CheckpointSource):
             raise CheckpointError(f"{self.path / MANIFEST} does not list {METADATA}")
         check_coverage(self.manifest.stored, extra=self.manifest.extra)
 
-    def _file_problems(self) -> Iterator[tuple[str, str]]:
-        """(name, what is wrong with it) of every file that is not as it should be."""
-        names = sorted(self.manifest.files)
+    def _file_problems(self, number: int = 0, shares: int = 1) -> Iterator[tuple[str, str]]:
+        """(name, what is wrong with it) of every file of a share that is not as it should be."""
+        names = sorted(self.manifest.files)[number::shares]
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
             for name, problem in zip(names, pool.map(self._check_file, names), strict=True):
                 if problem:
@@ -424,14 +433,24 @@ def _unsound(path: Place, last_good: int) -> str:
 
 _MOST_LISTED = 3
 
+DamagesOf = Callable[[Checkpoint], Sequence[DamagedFile]]
+"""As `Checkpoint.damages`."""
 
-def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], None] | None = None) -> Found:
+
+def find_usable(
+    root: Place,
+    *,
+    run: str | None = None,
+    report: Callable[[str], None] | None = None,
+    damages_of: DamagesOf = Checkpoint.damages,
+) -> Found:
     """The newest checkpoint that is whole or can be repaired, and no memory was damaged before it was saved.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
         report: called with each problem and its repair.
+        damages_of: compares the files of a checkpoint with their checksums.
     """
     problems: list[str] = []
 
@@ -448,7 +467,7 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
     readable = _saved_soundly(root, partial(note, then="; the one before it is tried"))
     for path in readable:
         try:
-            checkpoint, sentences = _mend(Checkpoint(path, run=run), readable)
+            checkpoint, sentences = _mend(Checkpoint(path, run=run), readable, damages_of)
         except CheckpointError as error:
             note(str(error), then="; the checkpoint before it is tried")
         else:
@@ -457,8 +476,11 @@ def find_usable(root: Place, *, run: str | None = None, report: Callable[[str], 
     return Found(checkpoint=None, problems=tuple(problems))
 
 
-def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
+def repaired(path: Place, *, report: Callable[[str], None], damages_of: DamagesOf = Checkpoint.damages) -> Checkpoint:
     """One checkpoint, repaired from sound ones beside it where it is damaged; reports that it is not sound itself.
+
+    Args:
+        damages_of: as for `find_usable`.
 
     Raises:
         CheckpointError: it is none, something else than experts is damaged, or an expert has no undamaged version.
@@ -468,7 +490,7 @@ def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
     if not is_sound(session, step, since):
         report(f"{_unsound(path, since[session])}: name an older one, or give {path.parent}")
     try:
-        checkpoint, sentences = _mend(named, _saved_soundly(path.parent, lambda _: None))
+        checkpoint, sentences = _mend(named, _saved_soundly(path.parent, lambda _: None), damages_of)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {CURE_OF_DAMAGE}") from error
     for sentence in sentences:
@@ -476,9 +498,9 @@ def repaired(path: Place, *, report: Callable[[str], None]) -> Checkpoint:
     return checkpoint
 
 
-def _mend(checkpoint: Checkpoint, paths: Sequence[Place]) -> tuple[Checkpoint, list[str]]:
+def _mend(checkpoint: Checkpoint, paths: Sequence[Place], damages_of: DamagesOf) -> tuple[Checkpoint, list[str]]:
     """A checkpoint of which everything can be read, and what was wrong with it and what that costs."""
-    damages = checkpoint.damages()
+    damages = damages_of(checkpoint)
     for damage in damages:
         if not all(is_expert_key(key) for key in damage.keys) or (
             damage.keys and checkpoint.first_step < checkpoint.step

@@ -30,7 +30,7 @@ from typing_extensions import override
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.arena import ARENAS, Arena, SnapshotIndex, arenas_name, digest_of, existing_arenas
 from moe_lightning.checkpoint.directory import damaged_after, is_sound, run_of
-from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource, find_usable
+from moe_lightning.checkpoint.loader import Checkpoint, CheckpointSource, DamagesOf, find_usable
 from moe_lightning.checkpoint.manifest import dump_json, read_json
 from moe_lightning.checkpoint.protection import sub_shard
 from moe_lightning.checkpoint.recovery_plan import (
@@ -571,13 +571,15 @@ class RecoverySources:
         damaged = damaged_after(self.root)
         return [saved for saved in local_inventory(arenas, run) if is_sound(saved.session, saved.step, damaged)]
 
-    def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint on storage that is whole or can be repaired; one rank of the world asks."""
+    def newest_checkpoint(self, damages_of: DamagesOf) -> Checkpoint | None:
+        """The newest checkpoint on storage that is whole or can be repaired, see `find_usable`; one rank of the world
+        asks.
+        """
         run = run_of(self.root)
         if run is None:
             return None
         self.enter()
-        return find_usable(self.root, run=run, report=self.report).checkpoint
+        return find_usable(self.root, run=run, report=self.report, damages_of=damages_of).checkpoint
 
 
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from moe_lightning.checkpoint.full_state import (
     load_local_optimizer_state,
     local_model_state,
 )
-from moe_lightning.checkpoint.loader import Checkpoint, find_usable, repaired
+from moe_lightning.checkpoint.loader import Checkpoint, DamagedFile, DamagesOf, find_usable, repaired
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
@@ -39,7 +40,7 @@ from moe_lightning.checkpoint.training_state import random_state, scalars_key
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.containers import AS_CONTAINERS
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from moe_lightning.parallel.collectives import broadcast_object, failing_together
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object, failing_together
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.averaging import CURRENT
@@ -319,25 +320,23 @@ class Checkpoints:
         self._state.averaging.place_loaded()
 
     def _newest_for_all(self, path: Place, world: World) -> Checkpoint:
-        """Return the checkpoint that rank 0 chooses, verified by every rank, under a lease until `release`. One rank
+        """Return the checkpoint that rank 0 chooses, verified on every machine, under a lease until `release`. One rank
         chooses for all because an agent may commit and prune at the same time.
 
         Raises:
             CheckpointError: on every rank, where there is none or one of them finds it damaged.
         """
         self.release()
-        own: Checkpoint | None = None
-
-        def choose() -> list[Any]:
-            nonlocal own
-            own, self._leases = _leased(path, report=rank_zero_warn)
-            return [str(own.path), own.substitutes]
-
-        place, substitutes = decided(choose, world)
+        hosts = all_gather_json(socket.gethostname(), world)
+        peers = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+        chosen = verified_together(partial(_leased, path, report=rank_zero_warn), world, peers)
+        own, self._leases = chosen or (None, ExitStack())
+        place, substitutes = broadcast_object(None if own is None else [str(own.path), own.substitutes], 0, world)
         with failing_together(world):
             if own is None:
-                own, self._leases = _leased(place_of(place), report=lambda _: None)
-                if own.substitutes != substitutes:
+                own = Checkpoint(place_of(place), substitutes=substitutes)
+                self._leases = _leases_of(own)
+                if not own.has_intact_substitutes:
                     raise CheckpointError(f"rank {world.rank} finds other damage in {place} than rank 0")
         assert own is not None
         return own
@@ -360,6 +359,52 @@ def decided(choose: Callable[[], T], world: World) -> T:
         found = choose() if world.rank == 0 else None
     answer: T = broadcast_object(found, 0, world)
     return answer
+
+
+def verified_together(choose: Callable[[DamagesOf], T], world: World, peers: Sequence[int]) -> T | None:
+    """Return what rank 0 chooses, None on other ranks; meanwhile all compare files with their checksums, which would
+    take one rank longer than the others may wait. Collective.
+
+    Args:
+        choose: called on rank 0 with a function for the damages of a checkpoint.
+        peers: ranks with this one that read the same bytes; each compares a share of the files.
+
+    Raises:
+        ConfigurationError, CheckpointError: on every rank, the error of rank 0.
+    """
+    found: T | None = None
+
+    def damages_of(checkpoint: Checkpoint) -> list[DamagedFile]:
+        broadcast_object(str(checkpoint.path), 0, world)
+        return _all_damages(checkpoint.path, world, peers)
+
+    with failing_together(world):
+        if world.rank == 0:
+            try:
+                found = choose(damages_of)
+            finally:
+                broadcast_object("", 0, world)
+        else:
+            while place := broadcast_object("", 0, world):
+                with suppress(CheckpointError):  # which rank 0 raises as well
+                    _all_damages(place_of(place), world, peers)
+    return found
+
+
+def _all_damages(path: Place, world: World, peers: Sequence[int]) -> list[DamagedFile]:
+    """Return the damages of a checkpoint that some rank finds; collective.
+
+    Raises:
+        CheckpointError: on every rank, a rank cannot read it.
+    """
+    own: list[DamagedFile] = []
+    with failing_together(world):
+        own += Checkpoint(path).damages(share=(peers.index(world.rank), len(peers)))
+    found: dict[str, set[str]] = {}
+    for damages in all_gather_json([[damage.problem, sorted(damage.keys)] for damage in own], world):
+        for problem, keys in damages:
+            found.setdefault(problem, set()).update(keys)
+    return [DamagedFile(problem=problem, keys=frozenset(keys)) for problem, keys in found.items()]
 
 
 def _fit_loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,7 +447,9 @@ def _leave_ended_epoch(checkpoint: Mapping[str, Any]) -> None:
     batches["is_last_batch"] = False
 
 
-def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, ExitStack]:
+def _leased(
+    path: Place, damages_of: DamagesOf = Checkpoint.damages, *, report: Callable[[str], None]
+) -> tuple[Checkpoint, ExitStack]:
     """Return the newest usable checkpoint in a directory, or that directory itself, with leases that protect all files
     read for it from pruning.
 
@@ -411,13 +458,10 @@ def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, 
     """
     deadline = time.monotonic() + _LONGEST_SEARCH_S
     while True:
-        checkpoint = _newest_usable(path, report)
-        leases = ExitStack()
+        checkpoint = _newest_usable(path, report, damages_of)
         try:
-            for directory in checkpoint.directories:
-                leases.enter_context(storage_of(directory).lease(directory))
+            leases = _leases_of(checkpoint)
         except FileNotFoundError as error:  # pruned in between: there is a newer one
-            leases.close()
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{checkpoint.path} is being deleted: name another checkpoint") from error
             time.sleep(0.01)
@@ -425,18 +469,29 @@ def _leased(path: Place, *, report: Callable[[str], None]) -> tuple[Checkpoint, 
             return checkpoint, leases
 
 
+def _leases_of(checkpoint: Checkpoint) -> ExitStack:
+    """
+    Raises:
+        FileNotFoundError: something that is read for the checkpoint is gone.
+    """
+    with ExitStack() as leases:
+        for directory in checkpoint.directories:
+            leases.enter_context(storage_of(directory).lease(directory))
+        return leases.pop_all()
+
+
 def _is_newest(path: Place) -> bool:
     newest = newest_of(path.parent)
     return newest is not None and newest[0] == path
 
 
-def _newest_usable(path: Place, report: Callable[[str], None]) -> Checkpoint:
+def _newest_usable(path: Place, report: Callable[[str], None], damages_of: DamagesOf) -> Checkpoint:
     if has_manifest(path):
-        return repaired(path, report=report)
+        return repaired(path, report=report, damages_of=damages_of)
     if isinstance(path, Path) and not path.exists():
         cure = "give the path of a .ckpt file or of a directory of checkpoints"
         raise MissingCheckpointError(f"the checkpoint {path} does not exist: {cure}")
-    found = find_usable(path, report=report)
+    found = find_usable(path, report=report, damages_of=damages_of)
     if found.checkpoint is None:
         reason = f"it has no {MANIFEST}" if storage_of(path).names(path) else "it is empty"
         if found.problems:

@@ -33,6 +33,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, failing_together
 from moe_lightning.parallel.context import World, agree
 from moe_lightning.state.transfer import Units
+from moe_lightning.strategies.checkpoints import verified_together
 from moe_lightning.strategies.train_state import TrainState
 
 Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "resume"]
@@ -149,9 +150,9 @@ class RecoveryPlanner:
 
     def _newest_on_storage(self, sources: RecoverySources, world: World) -> StorageInventory | None:
         """Return the inventory of the newest checkpoint that is whole or can be repaired, as rank 0 finds it."""
-        checkpoint = own = None
+        own = None
+        checkpoint = verified_together(sources.newest_checkpoint, world, range(world.size))
         with failing_together(world):
-            checkpoint = sources.newest_checkpoint() if world.rank == 0 else None
             if checkpoint is not None:
                 own = [str(checkpoint.path), checkpoint.substitutes, storage_inventory(checkpoint).to_json()]
         found = all_gather_json(own, world)[0]

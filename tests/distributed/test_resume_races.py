@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -130,3 +132,25 @@ def check_round(trained: Path, tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", [2, *map(slow, [0, 1, *range(3, 10)]), *map(soak, range(10, 40))])
 def test_all_ranks_resume_from_one_step(trained: Path, tmp_path: Path, seed: int) -> None:
     check_round(trained, tmp_path, seed)
+
+
+def verified_bytes(rank: int, world_size: int, root: Path) -> int:
+    """Bytes that a rank compares with checksums in a resume."""
+    count, chunks = [0], PosixStorage.chunks
+
+    def counted(*args: Any, **options: Any) -> Iterator[bytes]:
+        for chunk in chunks(*args, **options):
+            count[0] += len(chunk)
+            yield chunk
+
+    with patch.object(PosixStorage, "chunks", counted):
+        train(rank, world_size, callbacks=[], trainer=WITH_CHECKPOINTS, steps=LATER + 1, ckpt_path=str(root))
+    return count[0]
+
+
+def test_the_ranks_of_a_machine_verify_a_checkpoint_together(trained: Path) -> None:
+    """One rank would take longer for a large one than the others may wait."""
+    found = run_ranks(RANKS, partial(verified_bytes, root=trained))
+    whole = checkpoints(trained)[0][1].disk_bytes
+    assert sum(found) == whole
+    assert max(found) < whole

@@ -392,7 +392,7 @@ class Sources:
     def snapshots(self) -> list[SnapshotInventory]:
         return self.found
 
-    def newest_checkpoint(self) -> None:
+    def newest_checkpoint(self, damages_of: object) -> None:
         return None
 
 
