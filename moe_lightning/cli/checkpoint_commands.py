@@ -215,7 +215,12 @@ def _clean(arguments: argparse.Namespace, console: Console) -> int:
     for orphan in found:
         facts = [_size(orphan.nbytes), f"checkpoints in {orphan.root or 'a place that is not recorded'}"]
         if orphan.unwritten is not None:
-            facts.append(f"its snapshot of step {orphan.unwritten} was never written: the same run would write it")
+            agent = ["python", "-m", "moe_lightning.checkpoint.agent", "--arenas", str(orphan.path)]
+            command = shlex.join([*agent, "--checkpoints", orphan.root or "DIRECTORY"])
+            facts.append(
+                f"its snapshot of step {orphan.unwritten} was never written, and is void once the run starts again: "
+                f"before that, write it by {command}"
+            )
         _print(console, f"{orphan.path}: {', '.join([*facts, *orphan.problems])}")
     if not found:
         console.print("no snapshots of dead runs")

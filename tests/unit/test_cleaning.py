@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -11,8 +14,9 @@ import pytest
 
 from moe_lightning.checkpoint import inspect
 from moe_lightning.checkpoint.agent import Agent
-from moe_lightning.checkpoint.agent_handle import LOCK, agent_alive
+from moe_lightning.checkpoint.agent_handle import LOCK, agent_alive, request_stop
 from moe_lightning.checkpoint.arena import Arena
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import orphans, remove
 from moe_lightning.checkpoint.loader import find_newest
 from moe_lightning.checkpoint.memory import local_inventory
@@ -32,14 +36,14 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def abandoned(room: Path, name: str = "dead") -> Path:
+def abandoned(room: Path, name: str = "dead", root: str = "/data/run/checkpoints") -> Path:
     """Arenas of two ranks that died with a snapshot that was never written."""
     made = Node(room / f"base-{name}")
     made.snapshot(7)
     made.close()
     arenas = room / f"moe-lightning-{name}"
     made.arenas.rename(arenas)
-    (arenas / LOCK).write_text('{"root": "/data/run/checkpoints"}')
+    (arenas / LOCK).write_text(json.dumps({"root": root}))
     return arenas
 
 
@@ -65,6 +69,24 @@ def test_orphans_are_listed_and_deleted_only_with_yes(room: Path, capsys: pytest
     assert "deleted 1: " in capsys.readouterr().out
     assert [path.name for path in arenas.iterdir()] == ["mine.txt"], "somebody else's file stays"
     assert main(["clean", str(room / "nowhere")]) == 2
+
+
+def test_what_was_never_written_is_written_by_the_command_that_is_named(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by the run, whose new world makes it void."""
+    root = room / "base-dead" / "my checkpoints"
+    arenas = abandoned(room, root=str(root))
+    assert main(["clean"]) == 0
+    command = re.search(r"python -m moe_lightning\.checkpoint\.agent .*", capsys.readouterr().out)
+    assert command is not None
+    *_, first, served, second, written = shlex.split(command[0])
+    assert (first, Path(served), second, Path(written)) == ("--arenas", arenas, "--checkpoints", root)
+    agent = fork_agent(Path(served), Path(written))
+    wait_until(lambda: bool(checkpoints(root)), "it was not written")
+    request_stop(arenas)
+    agent.join()
+    assert [path.name for path, _ in checkpoints(root)] == ["step-00000007"]
 
 
 def test_what_lives_or_belongs_to_others_is_left_alone(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
