@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.directory import has_manifest
+from moe_lightning.checkpoint.directory import has_manifest, headings
 from moe_lightning.checkpoint.files import read_file
 from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, resolve, tokenizer_origin
 from moe_lightning.checkpoint.loader import Checkpoint
@@ -77,12 +77,15 @@ def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], 
 
 
 def _of_step(place: Place, step: int) -> Place:
-    found = checkpoints(place) if isinstance(place, Path) else []
-    for checkpoint in found:
-        if checkpoint.step == step:
-            return checkpoint.path
-    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
-    raise ConfigurationError(f"{place} holds no checkpoint of step {step}: it has {steps}")
+    steps: dict[int, Place] = {}  # of equal ones the last one saved
+    if isinstance(place, Path):
+        steps |= {checkpoint.step: checkpoint.path for checkpoint in reversed(checkpoints(place))}
+    else:
+        steps |= {manifest.step: path for path, manifest in reversed(headings(place))}
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise ConfigurationError(f"{place} holds no checkpoint of step {step}: it has {known}")
+    return steps[step]
 
 
 def trained_config(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
