@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from moe_lightning.checkpoint.directory import has_manifest, newest_of
+from moe_lightning.checkpoint.directory import directories, has_manifest, newest_of
 from moe_lightning.checkpoint.files import (
     CURE_OF_DAMAGE,
     PlainValues,
@@ -541,3 +541,14 @@ def reads_its_own_way(io: CheckpointIO) -> bool:
     while isinstance(inner := getattr(io, "checkpoint_io", None), CheckpointIO):
         io = inner
     return type(io).load_checkpoint is not TorchCheckpointIO.load_checkpoint
+
+
+def is_directory_of_ours(path: Any) -> bool:
+    """Return True for a checkpoint directory, a directory of these, or a manifest that stands for one: no plugin reads
+    them.
+    """
+    try:
+        place = place_of(path)
+    except ConfigurationError:  # of a scheme that only the plugin knows
+        return False
+    return place.name == MANIFEST or has_manifest(place) or bool(directories(place))

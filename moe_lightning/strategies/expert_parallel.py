@@ -60,6 +60,7 @@ from moe_lightning.state.tensors import cuts_of
 from moe_lightning.strategies.checkpoints import (
     Checkpoints,
     decided,
+    is_directory_of_ours,
     reads_its_own_way,
     take_positions,
     with_durable_io,
@@ -854,7 +855,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.checkpoints.begin_restoring(is_trusted=is_trusted)
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
-        elif reads_its_own_way(self.checkpoint_io):
+        elif reads_its_own_way(self.checkpoint_io) and not is_directory_of_ours(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             self.meet()

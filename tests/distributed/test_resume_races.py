@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.commit import prune, try_commit
@@ -154,3 +155,21 @@ def test_the_ranks_of_a_machine_verify_a_checkpoint_together(trained: Path) -> N
     whole = checkpoints(trained)[0][1].disk_bytes
     assert sum(found) == whole
     assert max(found) < whole
+
+
+class OwnFormat(TorchCheckpointIO):
+    """Reads files that Lightning does not write."""
+
+    def load_checkpoint(self, path: Any, *_: Any, **options: Any) -> dict[str, Any]:
+        raise AssertionError(f"{path} is no file of this plugin")
+
+
+def resumed_beside_plugin(rank: int, world_size: int, path: str) -> int:
+    first, trainer = FirstStep(), {**WITH_CHECKPOINTS, "plugins": [OwnFormat()]}
+    train(rank, world_size, callbacks=[first], trainer=trainer, steps=LATER + 1, ckpt_path=path)
+    return first.step
+
+
+@pytest.mark.parametrize("name", [".", "step-00000003", "step-00000003/MANIFEST.json"])
+def test_directories_are_not_read_by_a_plugin_for_files(trained: Path, name: str) -> None:
+    assert run_ranks(1, partial(resumed_beside_plugin, path=str(trained / name))) == [LATER]
