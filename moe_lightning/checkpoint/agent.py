@@ -51,7 +51,7 @@ from moe_lightning.checkpoint.commit import prune, try_commit, withdraw_part, wr
 from moe_lightning.checkpoint.directory import Superseded, check_world, read_manifest
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
-from moe_lightning.checkpoint.storage.interface import Place, identity_of, lock_exclusively, write_durably
+from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively, write_durably
 from moe_lightning.errors import CheckpointError
 
 
@@ -263,7 +263,7 @@ class Agent:
             0, or 1 where a snapshot could not be persisted (its arena file is kept).
         """
         alive_at = time.monotonic()
-        served = identity_of(self.arenas_path)
+        served = storage_of(self.arenas_path).identity(self.arenas_path)
         while True:
             busy = self.serve_once()
             now = time.monotonic()
@@ -525,7 +525,7 @@ class Agent:
 def _is_at(path: Path, identity: str) -> bool:
     """True if a directory is still the one of this identity."""
     try:
-        return identity_of(path) == identity
+        return storage_of(path).identity(path) == identity
     except FileNotFoundError:
         return False
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from moe_lightning.errors import CheckpointError
-from moe_lightning.files import NO_LOCKS, replacing
+from moe_lightning.files import replacing
 
 Place = PurePath
 """A `pathlib.Path`, or a `URL`."""
@@ -206,9 +206,6 @@ def collecting(failures: list[OSError]) -> Iterator[None]:
             failures.append(error)
 
 
-_LOCK_S = 60.0
-
-
 def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
     """Take the exclusive lock of an open file, but wait no longer than the timeout.
 
@@ -227,29 +224,6 @@ def lock_exclusively(fd: int, *, timeout_s: float, message: str) -> None:
             return
 
 
-@contextlib.contextmanager
-def directory_lock(root: Path, *, name: str = ".lock") -> Iterator[None]:
-    """Hold a lock file in a directory; the kernel releases it when this process dies. Nothing is held on a file system
-    without locks.
-
-    Raises:
-        CheckpointError: another process holds it for longer than the timeout.
-        OSError: the file system's service of locks failed.
-    """
-    fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        message = f"the lock of {root} was not free within {_LOCK_S:g} s"
-        try:
-            lock_exclusively(fd, timeout_s=_LOCK_S, message=message)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                reason = f"{error.strerror}: start its service of locks, or name another directory"
-                raise OSError(error.errno, reason, str(root / name)) from error
-        yield
-    finally:
-        os.close(fd)
-
-
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file whole or not at all, on disk when this returns."""
     with replacing(path) as staged, open(staged, "wb") as file:
@@ -257,16 +231,6 @@ def write_durably(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_directory(path.parent)
-
-
-def identity_of(directory: Path) -> str:
-    """Device and inode of a directory: the same by whatever path it is reached, another one for a copy.
-
-    Raises:
-        OSError: there is none.
-    """
-    about = os.stat(directory)
-    return f"{about.st_dev:x}.{about.st_ino:x}"
 
 
 def sync_directory(path: Path) -> None:

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from moe_lightning.checkpoint.storage.interface import (
     Place,
     Stat,
     collecting,
-    directory_lock,
-    identity_of,
+    lock_exclusively,
     sync_directory,
     write_durably,
 )
@@ -38,6 +36,7 @@ from moe_lightning.files import NO_LOCKS, check_regular, open_regular, read_byte
 _STAGING = re.compile(r"\.staging-(?:w(\d+)-)?(.+)-(\d{8,})")
 _SWEPT = ".swept-"
 _CHUNK_BYTES = 16 << 20
+_LOCK_S = 60.0
 _NO_LEASES = (*NO_LOCKS, errno.ENOLCK)
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOSYS)
 
@@ -118,10 +117,31 @@ class PosixStorage:
         Path(root).mkdir(parents=True, exist_ok=True)
 
     def identity(self, root: Place) -> str:
-        return identity_of(Path(root))
+        """Return its device and inode."""
+        about = os.stat(root)
+        return f"{about.st_dev:x}.{about.st_ino:x}"
 
-    def lock(self, root: Place, name: str) -> AbstractContextManager[None]:
-        return directory_lock(Path(root), name=name)
+    @contextlib.contextmanager
+    def lock(self, root: Place, name: str) -> Generator[None, None, None]:
+        """Hold a lock file in a directory; the kernel releases it when this process dies. Nothing is held on a file
+        system without locks.
+
+        Raises:
+            CheckpointError: another process holds it for longer than the timeout.
+            OSError: the file system's service of locks failed.
+        """
+        fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            message = f"the lock of {root} was not free within {_LOCK_S:g} s"
+            try:
+                lock_exclusively(fd, timeout_s=_LOCK_S, message=message)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    reason = f"{error.strerror}: start its service of locks, or name another directory"
+                    raise OSError(error.errno, reason, str(root / name)) from error
+            yield
+        finally:
+            os.close(fd)
 
     def staging(self, root: Place, session: str, step: int, world: int) -> Place:
         return root / f".staging-w{world}-{session}-{step:08d}"
