@@ -95,7 +95,15 @@ class Opening:
 
 
 class LateCheckpoint(CheckpointError):
-    """The last checkpoint of a session was not written in time; raised on every rank."""
+    """The last checkpoint of a session was not written in time; raised on every rank.
+
+    Attributes:
+        problem: without the cure.
+    """
+
+    def __init__(self, problem: str, cure: str) -> None:
+        super().__init__(f"{problem}{cure}")
+        self.problem = problem
 
 
 class CheckpointSession:
@@ -353,18 +361,24 @@ class CheckpointSession:
                 waited = f"{time.monotonic() - began:.1f} s"
                 problem = f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
                 if gone:
-                    raise CheckpointError(problem)
+                    raise CheckpointError(f"{problem}{_cure_of(self._opening.arenas)}")
                 break
             time.sleep(pause_s(self._opening.root))
         status = self.status()
         problems = all_gather_json(problem, self._world)  # every rank of the node has read the status
         if late := next(filter(None, problems), None):
-            raise LateCheckpoint(str(late))
+            raise LateCheckpoint(str(late), _cure_of(self._opening.arenas))
         if agent is not None:
             agent.leave(max(LEAVE_S, deadline - time.monotonic()))
             if self._opening.arenas.is_dir() and not any(self._opening.arenas.glob(ARENAS)):
                 shutil.rmtree(self._opening.arenas)
         return status
+
+
+def _cure_of(arenas: Path) -> str:
+    if not arenas.is_dir():
+        return ""
+    return f"; moe-ckpt clean {arenas.parent} names the command that writes it before the run starts again"
 
 
 def _deletion_of(arenas: Path) -> str:
