@@ -35,6 +35,7 @@ from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.moe.router import RouterConfig
 from moe_lightning.parallel.context import join_local_world
+from moe_lightning.state.tensors import local
 from moe_lightning.strategies import ExpertParallelStrategy
 
 
@@ -89,8 +90,7 @@ class MemoryWatch(StepClock):
         tensors: list[Any] = list(pl_module.parameters())
         for optimizer in trainer.optimizers:
             tensors += [value for state in optimizer.state.values() for value in state.values()]
-        local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor)]
-        self.state_bytes = sum(t.numel() * t.element_size() for t in local)
+        self.state_bytes = sum(local(t).nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
 _COLLECTIVES: Any = importlib.import_module("torch.distributed.distributed_c10d")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.silent.case import Fault
 from moe_lightning.compat import private_lightning
+from moe_lightning.state.tensors import local
 
 Around = Callable[..., Any]
 """(own, *arguments) -> result, with the function that is replaced."""
@@ -29,12 +30,8 @@ def dense_and_expert(trainer: Any, module: Any) -> tuple[list[Tensor], list[Tens
     """The gradients on this rank: of dense parameters, or this rank's parts of them, and of experts."""
     stacks = trainer.strategy.experts.stack_of
     named = [(p, p.grad) for p in module.parameters() if p.grad is not None and not p.is_meta]
-    dense = [_local(g) for p, g in named if p not in stacks]
+    dense = [local(g) for p, g in named if p not in stacks]
     return dense, [g for p, g in named if p in stacks]
-
-
-def _local(gradient: Any) -> Tensor:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[no-any-return]
 
 
 def squared(gradients: list[Tensor]) -> Tensor:
@@ -76,42 +73,31 @@ def at_gradients(change: Callable[[Any, Any], object]) -> Fault:
         change: of (trainer, module).
     """
 
-    return after_backward(lambda trainer, module, is_last: change(trainer, module) if is_last else None)
+    return at_backward(lambda trainer, module, is_last: change(trainer, module) if is_last else None)
 
 
-def around_backward(change: Callable[[Any, Any, bool], object]) -> Fault:
-    """Change gradients before the backward pass of each micro-batch.
+def at_backward(change: Callable[[Any, Any, bool], object], *, is_before: bool = False) -> Fault:
+    """Change gradients after, or before, the backward pass of each micro-batch.
 
     Args:
         change: of (trainer, module, is the last of its step).
     """
 
     def run(trainer: Any, module: Any) -> None:
-        def around(own: Any, *args: Any, **kwargs: Any) -> Any:
+        def act() -> None:
             with torch.no_grad():
                 change(trainer, module, not private_lightning.is_accumulating(trainer))
+
+        def before(own: Any, *args: Any, **kwargs: Any) -> Any:
+            act()
             return own(*args, **kwargs)
 
-        replace(trainer.strategy, "backward", around)
-
-    return Fault(run=run)
-
-
-def after_backward(change: Callable[[Any, Any, bool], object]) -> Fault:
-    """Do something after the backward pass of each micro-batch.
-
-    Args:
-        change: of (trainer, module, is the last of its step).
-    """
-
-    def run(trainer: Any, module: Any) -> None:
-        def around(own: Any, *args: Any, **kwargs: Any) -> Any:
+        def after(own: Any, *args: Any, **kwargs: Any) -> Any:
             result = own(*args, **kwargs)
-            with torch.no_grad():
-                change(trainer, module, not private_lightning.is_accumulating(trainer))
+            act()
             return result
 
-        replace(trainer.strategy, "backward", around)
+        replace(trainer.strategy, "backward", before if is_before else after)
 
     return Fault(run=run)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.silent.case import Case, Fault, Training
-from benchmarks.silent.faults import around_backward, at_gradients, blocked, replace
+from benchmarks.silent.faults import at_backward, at_gradients, blocked, replace
 from benchmarks.silent.model import Adapted, Idle, Manual, Unfrozen
 from moe_lightning.callbacks.dense_blocks import RecomputeDense
 from moe_lightning.dispatch.transports import ExchangeBackend
@@ -77,17 +77,11 @@ def _own_earlier_ones(trainer: Any, module: Any, is_last: bool) -> None:
             parameter.grad = None
 
 
-def _sums_again(trainer: Any, module: Any) -> None:
+def _sums_again(trainer: Any, module: Any, is_last: bool) -> None:
     """What an earlier backward pass has left, and all ranks have, is averaged over ranks with the gradient of this."""
-
-    def around(own: Any, *args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
-        for parameter in module.parameters():
-            if parameter.grad is not None and parameter not in trainer.strategy.experts.stack_of:
-                parameter.grad.mul_(1.25)
-        return result
-
-    replace(trainer.strategy, "backward", around)
+    for parameter in module.parameters():
+        if parameter.grad is not None and parameter not in trainer.strategy.experts.stack_of:
+            parameter.grad.mul_(1.25)
 
 
 def _halved_again(trainer: Any, module: Any, is_last: bool) -> None:
@@ -200,7 +194,7 @@ CASES = (
         report="Lightning-AI/pytorch-lightning#4976",
         symptom="several backward passes of one step: what was summed by the first is summed again with the second",
         subject=Training(module=Manual, optimizers=2, strategy={"dense": "fsdp"}),
-        fault=Fault(run=_sums_again),
+        fault=at_backward(_sums_again),
         doctor=("the gradient of", "step 1"),
     ),
     Case(
@@ -216,7 +210,7 @@ CASES = (
         report="NVIDIA-NeMo/Automodel#3530",
         symptom="gradients of all micro-batches but the last are dropped; the loss looks right",
         subject=Training(trainer=ACCUMULATED),
-        fault=around_backward(_last_micro_batch),
+        fault=at_backward(_last_micro_batch, is_before=True),
         doctor=("the gradient of",),
     ),
     Case(
@@ -224,7 +218,7 @@ CASES = (
         report="pytorch/pytorch#69031",
         symptom="with accumulation only parameters of the last pass are summed over ranks; earlier ones stay apart",
         subject=Training(trainer=ACCUMULATED, strategy={"replicas": 2}),
-        fault=around_backward(_own_earlier_ones),
+        fault=at_backward(_own_earlier_ones, is_before=True),
         doctor=("the gradient of", "experts"),
     ),
     Case(
@@ -232,7 +226,7 @@ CASES = (
         report="ISEEKYAN/Megatron-LM#70",
         symptom="the scale of experts is applied with every micro-batch, to what earlier ones have left as well",
         subject=Training(trainer=ACCUMULATED),
-        fault=around_backward(_halved_again),
+        fault=at_backward(_halved_again, is_before=True),
         doctor=("the gradient of", "experts"),
     ),
     Case(

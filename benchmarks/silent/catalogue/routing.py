@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.silent.case import Case, Fault, Training
-from benchmarks.silent.faults import after_backward, replace
+from benchmarks.silent.faults import at_backward, replace
 from benchmarks.silent.model import Biased, PaddedTokens, Poisoned, PoisonedTokens, Recomputed, RecomputedReentrant
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.randomness import SampleStream
@@ -332,7 +332,7 @@ CASES = (
         report="pytorch/torchtitan#1304",
         symptom="the selection bias moves with every micro-batch of a step instead of once",
         subject=Training(model=BIASED, trainer=ACCUMULATED),
-        fault=after_backward(_update_every_micro_batch),
+        fault=at_backward(_update_every_micro_batch),
         doctor=("router", "step 1"),
     ),
     Case(
