@@ -35,8 +35,10 @@ from moe_lightning.cli.short_training import (
     train,
     write_trace,
 )
+from moe_lightning.compat import private_lightning
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
+from moe_lightning.dispatch.shadow_exchange import TransferCosts
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.strategies import ExpertParallelStrategy
@@ -243,14 +245,15 @@ def _layers(experts: PlacedExperts) -> dict[str, float]:
 
 def _copies(trainer: pl.Trainer) -> dict[str, float]:
     """Return the measured and the predicted cost of the last step's shadows."""
-    balancer = next((c for c in trainer.callbacks if isinstance(c, LoadBalancer)), None)  # type: ignore[attr-defined]
-    shadow_transfers = balancer.last_shadow_transfers if balancer is not None else None
-    planner = balancer.planner if shadow_transfers is not None and balancer is not None else None
-    expected = planner.predicted_step() if planner is not None else None
+    balancer = private_lightning.callback_of(trainer, LoadBalancer)
+    transfers = None if balancer is None else balancer.last_shadow_transfers
+    planner = None if balancer is None or transfers is None else balancer.planner
+    expected = None if planner is None else planner.predicted_step()
+    costs = TransferCosts() if transfers is None else transfers.costs
     return {
-        "copy_bytes": shadow_transfers.costs.sent_bytes if shadow_transfers else 0,
-        "exposed_trans_s": shadow_transfers.costs.trans_waits.seconds if shadow_transfers else 0.0,
-        "exposed_agg_s": shadow_transfers.costs.agg_waits.seconds if shadow_transfers else 0.0,
+        "copy_bytes": costs.sent_bytes,
+        "exposed_trans_s": costs.trans_waits.seconds,
+        "exposed_agg_s": costs.agg_waits.seconds,
         "expected_copy_s": expected.transfer_s if expected else 0.0,
         "expected_exposed_s": expected.exposed_s if expected else 0.0,
     }
