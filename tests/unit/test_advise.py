@@ -127,7 +127,7 @@ MISTAKES = [
     (["model.num_experts=0"], "--advise plans language models with experts"),
     (["model.d_model=-1"], "model.d_model=-1 must be an integer of at least 1"),
     (["text"], "data.source is needed here: give data.source=VALUE"),
-    (["--cluster", "1x1xA30", "model=mixtral_8x7b"], "this run needs"),
+    (["--cluster", "1x1xA30", "model=mixtral_8x7b", "model.num_layers=2"], "this run needs"),
 ]
 
 
