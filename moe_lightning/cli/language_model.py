@@ -31,8 +31,10 @@ from moe_lightning.data.tokenizer import (
     TOKENIZER_FILE,
     ByteTokenizer,
     Tokenizer,
+    errors_of_package,
     is_trained,
     load_tokenizer,
+    refusal,
     tokenizer_from,
 )
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -356,7 +358,8 @@ def _of_folder(folder: Path, given: str | None) -> LanguageModel:
                 f"{home} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
             )
         theirs, spec = hugging_face_tokenizer(home, for_text=True), str(home / TOKENIZER_FILE)
-        begin, decode = (lambda text: theirs(text)["input_ids"]), theirs.decode
+        begin = errors_of_package(refusal)(lambda text: theirs(text)["input_ids"])
+        decode = errors_of_package(refusal)(theirs.decode)
     else:
         tokenizer, spec = _named(given), given
         begin, decode = (lambda text: tokenizer.encode(text)[0].tolist()), tokenizer.decode

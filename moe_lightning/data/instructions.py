@@ -37,11 +37,19 @@ from torch.utils.data import Dataset
 from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
-from moe_lightning.data.tokenizer import Tokenizer, check_tokenizer, is_trained, load_tokenizer, tokenizer_origin
+from moe_lightning.data.tokenizer import (
+    Tokenizer,
+    check_tokenizer,
+    errors_of_package,
+    is_trained,
+    load_tokenizer,
+    tokenizer_origin,
+)
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
 from moe_lightning.hub import TOKENIZER, tokenizer_file
 from moe_lightning.moe.losses import IGNORED_TARGET
+from moe_lightning.user_errors import printable
 
 
 @dataclass(frozen=True)
@@ -578,11 +586,11 @@ def hugging_face_tokenizer(folder: Path, *, for_text: bool = False) -> Any:
         raise ConfigurationError(
             f"{folder} has a chat template, which needs transformers: pip install 'moe-lightning[hf]'"
         ) from None
-    try:
-        kind = PreTrainedTokenizerFast if for_text and (folder / TOKENIZER).is_file() else AutoTokenizer
+    kind = PreTrainedTokenizerFast if for_text and (folder / TOKENIZER).is_file() else AutoTokenizer
+    with errors_of_package(
+        lambda error: ConfigurationError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}")
+    ):
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises nothing narrower
-        raise ConfigurationError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
 
 
 _SAMPLE = 256
@@ -751,7 +759,7 @@ def _shortened(text: str) -> str:
     """A text of one line, without its middle where it is long."""
     if len(text) > _HEAD + _TAIL:
         text = f"{text[:_HEAD]} ... {text[-_TAIL:]}"
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return printable(text)
 
 
 def read(record: bytes) -> Conversation:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ class ByteTokenizer:
         return bytes(index for index in ids if index < _BYTES).decode(errors="replace")
 
 
+@contextmanager
+def errors_of_package(as_ours: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """Raise what the package `tokenizers` raises as an error of ours: it has nothing narrower than Exception, and its
+    panics are not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise as_ours(error) from error
+
+
+def refusal(error: BaseException) -> ConfigurationError:
+    """Return the error for a tokenizer that can be read, but not used."""
+    return ConfigurationError(f"the tokenizer fails ({error}): get its tokenizer.json again, or use another one")
+
+
 class BpeTokenizer:
     """A tokenizer of the package `tokenizers`, whatever its file says of special, cut or padding tokens."""
 
@@ -65,10 +83,8 @@ class BpeTokenizer:
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
         text.encode()  # the package's error for a lone surrogate names no character
-        try:
+        with errors_of_package(lambda error: ValueError(f"the tokenizer refuses it: {error}")):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"the tokenizer refuses it: {error}") from error
         places = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, self._dtype), places
 
@@ -78,7 +94,8 @@ class BpeTokenizer:
         """
         waiting, first = list[_Window](), 0  # windows not yielded yet, and the first token of theirs that is to be
         for texts in _windows(chunks):
-            encodings = self._tokenizer.encode_batch([text for _, text in texts], add_special_tokens=False)
+            with errors_of_package(refusal):
+                encodings = self._tokenizer.encode_batch([text for _, text in texts], add_special_tokens=False)
             for (start, text), encoding in zip(texts, encodings, strict=True):
                 window = _Window(start, text, encoding)
                 if waiting and waiting[-1].border(window) is not None:
@@ -96,8 +113,10 @@ class BpeTokenizer:
         if len(windows) == 1:
             return windows[0]
         text = "".join(window.text[:_WINDOW] for window in windows[:-1]) + windows[-1].text
-        return _Window(windows[0].start, text, self._tokenizer.encode(text, add_special_tokens=False))
+        with errors_of_package(refusal):
+            return _Window(windows[0].start, text, self._tokenizer.encode(text, add_special_tokens=False))
 
+    @errors_of_package(refusal)
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -242,10 +261,10 @@ def tokenizer_from(content: str | None, name: str = "this") -> Tokenizer:
     if content is None:
         return ByteTokenizer()
     package = _tokenizers_package()
-    try:
+    with errors_of_package(
+        lambda error: ConfigurationError(f"{name} is not a tokenizer.json ({error}); save it with tokenizers.")
+    ):
         return BpeTokenizer(package.Tokenizer.from_str(content))
-    except Exception as error:  # the package raises nothing narrower
-        raise ConfigurationError(f"{name} is not a tokenizer.json ({error}); save it with tokenizers.") from error
 
 
 def train_tokenizer(spec: str, training_text: Iterable[bytes]) -> str:

@@ -4,6 +4,7 @@ they are read, by every reader."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import zipfile
@@ -25,8 +26,9 @@ from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.data.documents import text_chunks
 from moe_lightning.data.images import ImageFiles
-from moe_lightning.data.instructions import InstructionData
+from moe_lightning.data.instructions import InstructionData, hugging_face_tokenizer
 from moe_lightning.data.text import TextData
+from moe_lightning.data.tokenizer import tokenizer_from, train_tokenizer
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.huggingface.loading import read_config
@@ -68,6 +70,39 @@ def sparse(path: Path) -> None:
 
 
 HOSTILE = pytest.mark.parametrize("make", [pipe, endless, sparse])
+
+
+# ---------------------------------------------------------------------- tokenizers
+
+
+CUT = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+OF_NOTHING = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+OF_MORE = {"decoder": {"type": "Strip", "content": "h", "start": 1, "stop": 1}}
+
+
+@pytest.mark.parametrize(
+    ("written", "use", "message"),
+    [
+        (CUT, id, "it is not a tokenizer.json"),
+        (OF_NOTHING, lambda tokenizer: tokenizer.encode("h"), "the tokenizer refuses it"),
+        (OF_NOTHING, lambda tokenizer: [*tokenizer.encode_chunks([b"h"])], "the tokenizer fails"),
+        (OF_MORE, lambda tokenizer: tokenizer.decode(tokenizer.encode("h")[0]), "the tokenizer fails"),
+    ],
+)
+def test_a_tokenizer_whose_code_panics(written: dict[str, Any], use: Callable[[Any], object], message: str) -> None:
+    """A panic of Rust is no Exception."""
+    pytest.importorskip("tokenizers")
+    content = json.loads(train_tokenizer("bpe:300", [b"hello"])) | written
+    with pytest.raises(ValueError, match=message):
+        use(tokenizer_from(json.dumps(content), "it"))
+
+
+def test_a_folder_of_such_a_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    content = json.loads(train_tokenizer("bpe:300", [b"hello"])) | CUT
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=r"the tokenizer in .* cannot be read: Precompiled"):
+        hugging_face_tokenizer(tmp_path, for_text=True)
 
 
 # ---------------------------------------------------------------------- checkpoint directories
