@@ -430,7 +430,10 @@ def _with_adapter(network: Any, folder: Path) -> Any:
         raise ConfigurationError(f"{folder} is an adapter: pip install 'moe-lightning[peft]'") from error
     # peft would take a pickle, or those of a model of that name on the Hub.
     if not (folder / _ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} is an adapter without {_ADAPTER_WEIGHTS}: get the folder again")
+        cure = "get the folder again"
+        if (folder / "adapter_model.bin").is_file():
+            cure = "if you trust its adapter_model.bin, a pickle, save it again with save_pretrained of peft"
+        raise CheckpointError(f"{folder} is an adapter without {_ADAPTER_WEIGHTS}: {cure}")
     with warnings.catch_warnings():  # of patterns that peft makes itself, and of names that transformers has changed
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", ".*Found missing adapter keys")
