@@ -242,12 +242,7 @@ class MarkedTurns:
     """
 
     def __init__(self, end: str) -> None:
-        self.padding = end
-
-    @property
-    def end(self) -> str:
-        """Text that ends an answer."""
-        return self.padding
+        self.end = self.padding = end
 
     def check(self, said: Conversation) -> None:
         """
@@ -664,12 +659,12 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return len(self._spans)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self._window(*self._tokens(index))
-
-    def _tokens(self, index: int) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and for each whether it is predicted."""
-        encoded = self.encoded(index)
-        return encoded.tokens.tolist(), encoded.is_predicted.tolist()
+        encoded, size = self.encoded(index), self._length + 1
+        padding = max(0, size - len(encoded.tokens))
+        ids = torch.tensor(encoded.tokens[:size].tolist() + [self._padding] * padding)
+        wanted = torch.tensor(encoded.is_predicted[:size].tolist() + [False] * padding)
+        is_token = torch.arange(self._length) < len(encoded.tokens)
+        return ids[:-1], ids[1:].masked_fill(~wanted[1:], IGNORED_TARGET), is_token
 
     def encoded(self, index: int) -> Encoded:
         """Read and tokenize a conversation.
@@ -707,7 +702,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
         """Tokens of each conversation, whether the context holds them or not."""
         if self._lengths is not None:
             return self._lengths
-        return np.array([len(self._tokens(index)[0]) for index in range(len(self))], dtype=np.int64)
+        return np.array([len(self.encoded(index).tokens) for index in range(len(self))], dtype=np.int64)
 
     def learnable(self, most: int) -> tuple[int, list[int], int, int]:
         """Return, of the first `most` conversations, and of more until one is found, how many were looked at, those in
@@ -723,14 +718,6 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
             num_left_out += self._written.num_left_out(encoded.said)
             looked_at += 1
         return looked_at, found, num_cut, num_left_out
-
-    def _window(self, tokens: list[int], predicted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        size = self._length + 1
-        padding = max(0, size - len(tokens))
-        ids = torch.tensor(tokens[:size] + [self._padding] * padding)
-        wanted = torch.tensor(predicted[:size] + [False] * padding)
-        is_token = torch.arange(self._length) < len(tokens)
-        return ids[:-1], ids[1:].masked_fill(~wanted[1:], IGNORED_TARGET), is_token
 
 
 @dataclass(frozen=True)
@@ -852,7 +839,7 @@ class InstructionData(StepDataModule):
         check_local("tokenizer", tokenizer)
         check_tokenizer(tokenizer)  # refuses what is no tokenizer before anything else is built
         self.context_length = context_length
-        self._path = Path(path).expanduser()
+        self.source = Path(path).expanduser()
         self.tokenizer = tokenizer
         self._end_token = end_token
         self._val_fraction = val_fraction
@@ -860,11 +847,6 @@ class InstructionData(StepDataModule):
         self.packing = packing
         self._split = self._packs = self._example = ""  # what is said of them
         self._counted = "", np.zeros(0, dtype=np.int64)  # digest of the file that was checked, tokens of each of them
-
-    @property
-    def source(self) -> Path:
-        """The file of the conversations."""
-        return self._path
 
     @cached_property
     def written(self) -> ChatFormat:
@@ -909,35 +891,35 @@ class InstructionData(StepDataModule):
     def summary(self) -> str:
         """Lines about the file, and once it is set up, about its packs and one conversation."""
         return "\n".join(
-            [f"{self._path}{self._split}", *self._packs.splitlines(), *self.passes(0.0), *self._example.splitlines()]
+            [f"{self.source}{self._split}", *self._packs.splitlines(), *self.passes(0.0), *self._example.splitlines()]
         )
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""
-        if (nbytes := self._path.stat().st_size if self._path.exists() else 0) >= _LARGE:
-            rank_zero_info(f"reading and checking all conversations of {self._path} ({nbytes / 1e6:,.0f} MB)")
+        if (nbytes := self.source.stat().st_size if self.source.exists() else 0) >= _LARGE:
+            rank_zero_info(f"reading and checking all conversations of {self.source} ({nbytes / 1e6:,.0f} MB)")
         digest, lengths = xxhash.xxh3_128(), list[int]()
-        for name, _, record in records(self._path):
+        for name, _, record in records(self.source):
             digest.update(record)
             try:
                 said = read(record)
                 self.written.check(said)
                 lengths.append(len(encode(said, self.written, self._encoder).tokens))
             except ValueError as error:
-                raise ConfigurationError(f"{self._path}, {name}, is not a conversation: {error}") from error
+                raise ConfigurationError(f"{self.source}, {name}, is not a conversation: {error}") from error
         self._counted = digest.hexdigest(), np.array(lengths, dtype=np.int64)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the conversations and split them."""
         digest, places = xxhash.xxh3_128(), list[tuple[int, int]]()
-        for _, offset, text in records(self._path):
+        for _, offset, text in records(self.source):
             digest.update(text)
             places.append((offset, len(text)))
         spans = np.array(places, dtype=np.int64)
         held_out = max(1, round(len(spans) * self._val_fraction))
         if len(spans) - held_out < self.global_batch_size:
             raise ConfigurationError(
-                f"{self._path} leaves {len(spans) - held_out} conversations for training, fewer than "
+                f"{self.source} leaves {len(spans) - held_out} conversations for training, fewer than "
                 f"global_batch_size={self.global_batch_size}: lower it or give more"
             )
         order = np.random.default_rng(self.seed).permutation(len(spans))
@@ -947,7 +929,7 @@ class InstructionData(StepDataModule):
         file_key, (counted, lengths) = digest.hexdigest(), self._counted
         val, train = (
             Conversations(
-                self._path,
+                self.source,
                 spans[chosen],
                 self._encoder,
                 self.written,
@@ -994,7 +976,7 @@ class InstructionData(StepDataModule):
         that the template leaves answers out of what is learned.
         """
         looked_at, found, num_cut, num_left_out = train.learnable(_SAMPLE)
-        cause = f"context_length={self.context_length} ends before an answer of {self._path} begins"
+        cause = f"context_length={self.context_length} ends before an answer of {self.source} begins"
         if not found:
             raise ConfigurationError(f"{cause}, in all {looked_at} conversations: there is nothing to learn, raise it")
         if len(found) < looked_at:
