@@ -217,6 +217,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Return True if `register_hook` was called on a tensor. No public name says so."""
+    return bool(tensor._backward_hooks)
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return True if a tensor is a view. No public name says so."""
     return tensor._base is not None

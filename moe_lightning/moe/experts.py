@@ -379,7 +379,7 @@ class Experts(private_torch.Float32Module):
             whole: stacks [E, ...] of all experts, for those that this process does not hold; empty: not known.
 
         Raises:
-            ConfigurationError: an expert is asked for that this process does not hold.
+            ConfigurationError: an expert is asked for that this process does not hold, or a stack has a hook.
         """
         wanted = tuple(slot_experts)
         if wanted == self.slot_experts and not self.is_deferred:
@@ -392,6 +392,11 @@ class Experts(private_torch.Float32Module):
                 f"and cannot fill slots for {missing}: build the module again and load a checkpoint"
             )
         for name, old in self.stacked_parameters().items():
+            if private_torch.has_hooks(old):
+                raise ConfigurationError(
+                    f"experts.{name} has a hook (register_hook), which is lost where experts are placed on ranks: "
+                    "register it in on_fit_start, or change the gradient in on_before_optimizer_step"
+                )
             shape = (len(wanted), *old.shape[1:])
             data = torch.zeros(shape, dtype=old.dtype, device=device)
             for slot, expert in enumerate(wanted) if not deferred else ():

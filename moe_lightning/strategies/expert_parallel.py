@@ -76,6 +76,7 @@ from moe_lightning.strategies.checks import (
 from moe_lightning.strategies.dense_sharding import cut_groups, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import TrainerFailures
+from moe_lightning.strategies.fsdp import require_no_hooks
 from moe_lightning.strategies.gathered_experts import GatheredExperts, gather_limit
 from moe_lightning.strategies.gradients import DenseGradientSum
 from moe_lightning.strategies.launchers import (
@@ -630,6 +631,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state.forget_counts()
         for parameter in self.state.shards.unowned:  # no optimizer of this rank clears what a former fit has left
             parameter.grad = None
+        if self.state.parts.is_in_rows:
+            require_no_hooks(self.state.module, self.experts.stack_of)
         self.checkpoints.begin_training()
         self.update.begin_training()
         follow_schedule(self.state.trainer)

@@ -50,12 +50,13 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         experts: parameters that are not sharded; scalars are not sharded either.
 
     Raises:
-        ConfigurationError: a unit whose parameters have several dtypes, sparse gradients, or a torch that cannot undo
-            it.
+        ConfigurationError: a unit whose parameters have several dtypes, sparse gradients, hooks of parameters, or a
+            torch that cannot undo it.
     """
     if not can_be_undone():
         raise ConfigurationError(f"dense=fsdp and hsdp need torch 2.13, not {torch.__version__}: use dense=zero1")
     require_dense_gradients(module, "dense=fsdp or hsdp")
+    require_no_hooks(module, experts)
     ignored = {*experts, *(p for p in module.parameters() if p.ndim == 0)}
     mesh = _device_mesh(world)
     parts = list(units(module, ignored))
@@ -153,6 +154,22 @@ def gathered(module: nn.Module) -> Generator[None, None, None]:
     finally:
         reduce(now=True)
     end_backward(module)
+
+
+def require_no_hooks(module: nn.Module, experts: Collection[nn.Parameter]) -> None:
+    """
+    Args:
+        experts: parameters that are not sharded; scalars are not sharded either.
+
+    Raises:
+        ConfigurationError: a hook of a sharded parameter, whose gradient is not one of autograd's.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.ndim and parameter not in experts and private_torch.has_hooks(parameter):
+            raise ConfigurationError(
+                f"{name} has a hook (register_hook), which dense=fsdp and hsdp never call: use dense=ddp or zero1, or "
+                "change the gradient in on_before_optimizer_step"
+            )
 
 
 def reshard_units(module: nn.Module) -> None:

@@ -53,6 +53,22 @@ class SparseTable(OwnModule):
         self.embed = nn.Embedding(64, 32, sparse=True)
 
 
+class MaskedTable(OwnModule):
+    """Trains some rows of its embedding."""
+
+    def __init__(self, begins: str = "__init__") -> None:
+        super().__init__()
+        self.begins = begins
+        self.mask(begins="__init__")
+
+    def mask(self, begins: str) -> None:
+        if begins == self.begins:
+            self.embed.weight.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+
+    def on_fit_start(self) -> None:
+        self.mask(begins="on_fit_start")
+
+
 def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(RandomTokens(options.pop("size", 24)), **{"batch_size": 8} | options)
 
@@ -108,6 +124,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "the embedding embed has sparse=True, and dense=fsdp or hsdp sums dense gradients only": lambda: {
         "strategy": {"dense": "fsdp"},
         "module": SparseTable(),
+    },
+    "embed.weight has a hook (register_hook), which dense=fsdp and hsdp never call": lambda: {
+        "strategy": {"dense": "fsdp"},
+        "module": MaskedTable(),
+    },
+    "embed.weight has a hook (register_hook), which dense=fsdp and hsdp never call: use": lambda: {
+        "strategy": {"dense": "fsdp"},
+        "module": MaskedTable("on_fit_start"),
     },
     "ddp_comm_hook is taken": lambda: {"strategy": {"ddp_comm_hook": default_hooks.allreduce_hook}},
     "num_workers=2 processes would each read a part of the stream Stream": lambda: {

@@ -167,6 +167,7 @@ OTHERS = {
     "_grouped_mm", "_to_copy", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
     "_symmetric_memory", "_timeout", "_unpickler", "_values", "_version", "_world", "_compiled_call_impl",
     "_composable", "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
+    "_backward_hooks",
 }  # fmt: skip
 """Tested below."""
 
@@ -259,6 +260,10 @@ def test_tensors_count_changes_and_know_their_base() -> None:
     view = tensor[:1]
     assert view._base is tensor, gone("torch.Tensor._base")
     assert tensor._base is None, gone("torch.Tensor._base")
+    assert not private_torch.has_hooks(tensor)
+    tensor.requires_grad_().register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+    assert private_torch.has_hooks(tensor), gone("torch.Tensor._backward_hooks")
+    tensor.requires_grad_(False)
     before = tensor._version
     torch._foreach_mul_([tensor], torch.tensor(2.0))
     assert tensor.tolist() == [2.0, 2.0], gone("torch._foreach_mul_")

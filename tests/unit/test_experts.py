@@ -158,6 +158,14 @@ def test_an_expert_that_is_not_held_cannot_be_placed() -> None:
         experts.place([0, 1, 2, 3], CPU)
 
 
+def test_hooks_of_stacks_are_not_lost_without_a_word() -> None:
+    experts = make()
+    experts.w_up.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+    experts.place(range(experts.num_experts), CPU)  # where they are
+    with pytest.raises(ConfigurationError, match=r"experts\.w_up has a hook \(register_hook\), which is lost where"):
+        experts.place([0, 1], CPU)
+
+
 def test_place_keeps_the_dtype() -> None:
     experts = make().to(torch.bfloat16)
     experts.place([3, 0], CPU)
