@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning.dispatch.quota import ShadowPlan
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import ExchangeClock, World
 from moe_lightning.parallel.exchange import PendingExchange
 
@@ -80,6 +81,21 @@ class ShadowTransfers:
         self._agg: PendingExchange | None = None
 
     # ------------------------------------------------------------------ called by the layer
+
+    def require_precision(self, computed_in: torch.dtype) -> None:
+        """
+        Args:
+            computed_in: dtype that the layer's experts compute in.
+
+        Raises:
+            ConfigurationError: shadows would compute with weights that were rounded to a narrower one.
+        """
+        if computed_in.itemsize > self._step.dtype.itemsize:
+            computed, sent = (str(dtype).removeprefix("torch.") for dtype in (computed_in, self._step.dtype))
+            raise ConfigurationError(
+                f"experts compute in {computed}, but weights of shadow experts travel in {sent}: call the MoE layer "
+                "inside of autocast, or set the balancer's shadows to none"
+            )
 
     def start_next(self, *, early: bool = False) -> None:
         """Start the next layer's Trans, or only its early part; collective."""

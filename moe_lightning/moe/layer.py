@@ -383,6 +383,8 @@ class MoELayer(nn.Module):
         overlap_fn = self.overlap_fn if self.training else None
         ids_TK = routing.expert_ids_TK
         x_TD = x_TD.to(computed_in(x_TD))
+        if self.shadow_transfers is not None:
+            self.shadow_transfers.require_precision(x_TD.dtype)
         sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, overlap_fn, is_training=self.training)
         if self.shadow_transfers is not None:
             self.shadow_transfers.start_next(early=True)

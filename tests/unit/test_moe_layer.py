@@ -6,17 +6,21 @@ import copy
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moe_lightning.dispatch.quota import ShadowPlan
+from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import reference
 from moe_lightning.kernels.interface import ACTIVATIONS
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.randomness import StreamDropout
+from moe_lightning.parallel.context import World
 
 D_MODEL = 8
 
@@ -270,3 +274,17 @@ def test_rows_of_another_width_are_refused() -> None:
         ConfigurationError, match=r"shape \(2, 3, 6\) has rows of 6 features, .* give MoELayer d_model=6"
     ):
         layer(torch.randn(2, 3, 6))
+
+
+def test_shadows_with_rounded_weights_compute_in_their_precision_only() -> None:
+    layer, x = MoELayer(8, 8, num_experts=2), torch.randn(5, 8)
+    plan = ShadowPlan(shadows=np.zeros((2, 1), dtype=np.bool_), homes=np.zeros(2, dtype=np.int64))
+    step = StepShadowTransfers(World.single(), torch.bfloat16)
+    layer.shadow_transfers = step.add_layer(layer.experts.stacked_parameters(), layer.experts.slot_experts, plan)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x)
+        with (
+            torch.autocast("cpu", enabled=False),
+            pytest.raises(ConfigurationError, match="compute in float32, but weights of shadow experts travel in bfl"),
+        ):
+            layer(x)
