@@ -73,21 +73,18 @@ def _lines(lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{label:<{_LABEL}}{text}" for label, text in lines)
 
 
+_WHAT: dict[str, str] = {
+    "loss": "the loss",
+    "inputs": "the batch ({})",
+    "activation": "the output of {}",
+    "counts": "the assignments of {}",
+    "counted tokens": "the tokens that are counted for the selection bias of {}",
+    "selection bias": "the change of the selection bias of {}",
+}
+
+
 def _what(parting: Parting) -> str:
-    name = parting.name.partition(" [")[0]
-    if parting.kind == "loss":
-        return "the loss"
-    if parting.kind == "inputs":
-        return f"the batch ({name})"
-    if parting.kind == "activation":
-        return f"the output of {name}"
-    if parting.kind == "counts":
-        return f"the assignments of {name}"
-    if parting.kind == "counted tokens":
-        return f"the tokens that are counted for the selection bias of {name}"
-    if parting.kind == "selection bias":
-        return f"the change of the selection bias of {name}"
-    return f"the {'weights' if parting.kind == 'weights' else parting.kind} of {name}"
+    return _WHAT.get(parting.kind, f"the {parting.kind} of {{}}").format(parting.name.partition(" [")[0])
 
 
 def _how(parting: Parting) -> str:

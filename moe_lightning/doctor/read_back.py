@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,12 @@ _LOST = torch.nan
 """Stands in the place of every number until it is read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LostState:
-    """The first number on a rank that came back as another one.
-
-    Attributes:
-        what: "the weights", "the buffer", a moment's name, "the learning rate", "the schedule" or "the position".
-        name: of the tensor, or of what has the number.
-        before, after: norms, or the numbers themselves; after is None where nothing came back.
-    """
-
-    what: str
-    name: str
-    before: float
-    after: float | None
-
-    def __str__(self) -> str:
-        verb = "are" if self.what == "the weights" else "is"
-        was = f"a checkpoint is not read back as it was: {self.what} of {self.name} {verb}"
-        if self.after is None:
-            return f"{was} not in it, and a resume would begin without"
-        return f"{was} {self.after:.6g}, not {self.before:.6g}: {self._cause()}"
-
-    def _cause(self) -> str:
-        if self.what == "the weights" and self.after != self.before:
-            return "those of another expert, layer or rank, rounded, or never written"
-        if self.what == "the weights":
-            return "the same numbers in other places: another order of experts, or a transpose"
-        if self.what == "the position":
-            return "a resume would train on samples again, or leave some out"
-        if self.what in ("the schedule", "the learning rate"):
-            return "a resume would begin the schedule again"
-        if self.what == "the buffer":
-            return "a resume would route, or normalize, in another way"
-        return "a resume would update with other moments, or count its steps anew"
+_CAUSES = {
+    "the position": "a resume would train on samples again, or leave some out",
+    "the schedule": "a resume would begin the schedule again",
+    "the learning rate": "a resume would begin the schedule again",
+    "the buffer": "a resume would route, or normalize, in another way",
+}
 
 
 class ReadBack:
@@ -79,8 +50,7 @@ class ReadBack:
             self._forget(trainer, module)
             _read(trainer, module, path)
             after = dict(_state(trainer, module))
-            change = next(iter(_changes(before, after)), None)
-            told = all_gather_json(None if change is None else str(change), world)  # all have read the file
+            told = all_gather_json(next(_changes(before, after), None), world)  # all have read the file
         return next((each for each in told if each is not None), None)
 
     @torch.no_grad()
@@ -138,13 +108,32 @@ def _state(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tuple[tu
         yield ("the position", f"loader {number}"), torch.as_tensor(sampler.consumed)
 
 
-def _changes(before: Mapping[tuple[str, str], Tensor], after: Mapping[tuple[str, str], Tensor]) -> Iterator[LostState]:
+def _changes(before: Mapping[tuple[str, str], Tensor], after: Mapping[tuple[str, str], Tensor]) -> Iterator[str]:
+    """Sentences on what has not come back as it was."""
     for (what, name), value in before.items():
         found = after.get((what, name))
-        if found is None:
-            yield LostState(what=what, name=name, before=_size(value), after=None)
-        elif not torch.equal(value.nan_to_num(), found.nan_to_num()):
-            yield LostState(what=what, name=name, before=_size(value), after=_size(found))
+        if found is None or not torch.equal(value.nan_to_num(), found.nan_to_num()):
+            yield _sentence(what, name, _size(value), None if found is None else _size(found))
+
+
+def _sentence(what: str, name: str, before: float, after: float | None) -> str:
+    """Return a sentence on a change.
+
+    Args:
+        what: "the weights", a moment's name, or one of `_CAUSES`.
+        name: of the tensor, or of what has the number.
+        before, after: norms, or the numbers themselves; after is None where nothing came back.
+    """
+    verb = "are" if what == "the weights" else "is"
+    was = f"a checkpoint is not read back as it was: {what} of {name} {verb}"
+    if after is None:
+        return f"{was} not in it, and a resume would begin without"
+    cause = _CAUSES.get(what, "a resume would update with other moments, or count its steps anew")
+    if what == "the weights" and after == before:
+        cause = "the same numbers in other places: another order of experts, or a transpose"
+    elif what == "the weights":
+        cause = "those of another expert, layer or rank, rounded, or never written"
+    return f"{was} {after:.6g}, not {before:.6g}: {cause}"
 
 
 def _size(tensor: Tensor) -> float:
