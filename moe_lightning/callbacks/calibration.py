@@ -53,22 +53,12 @@ class ExpertTimes:
     backward_error: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Measured constants, the same on every rank.
-
-    Attributes:
-        costs: constants of each MoE block; dense layers are still 0.
-        errors: mean relative error of the model on each operation: exchange, experts_forward, experts_backward, trans,
-            agg.
-    """
-
-    costs: tuple[BlockCosts, ...]
-    errors: dict[str, float]
-
-
-def calibrate(layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtype) -> Calibration:
-    """Time exchanges and experts; collective, about a second.
+def calibrate(
+    layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtype
+) -> tuple[list[BlockCosts], dict[str, float]]:
+    """Time exchanges and experts; return the constants of each MoE block, dense layers still 0, and the mean relative
+    error of the model on each operation: exchange, experts_forward, experts_backward, trans, agg. All ranks get the
+    same; collective, about a second.
 
     Args:
         layers: of the model; experts of equal shape are timed once.
@@ -93,7 +83,7 @@ def calibrate(layers: Sequence[MoELayer], world: World, weight_dtype: torch.dtyp
     errors |= {"trans": copy.mean_error, "agg": copy.mean_error}
     fitted = [_with_copies(block, exchange, copy).to_json() for block in costs]
     fitted, errors = broadcast_object([fitted, errors], 0, world)
-    return Calibration(costs=tuple(BlockCosts.from_json(block, world.size) for block in fitted), errors=errors)
+    return [BlockCosts.from_json(block, world.size) for block in fitted], errors
 
 
 def assumed_costs(
@@ -352,9 +342,8 @@ class CostMeter:
         if layers.keys() <= self.known.keys():
             costs = [self.known[number] for number in layers]
         else:
-            measured = calibrate(modules, world, weight_dtype)
-            self.errors, costs = measured.errors, list(measured.costs)
-            _report_errors(measured.errors)
+            costs, self.errors = calibrate(modules, world, weight_dtype)
+            _report_errors(self.errors)
         if times_dense and not any(block.dense_forward_s for block in costs):
             self._clock = DenseClock(modules, world.device)
         return costs

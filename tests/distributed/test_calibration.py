@@ -22,8 +22,8 @@ def measure(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str,
     world = connect()
     torch.manual_seed(0)
     layers = [MoELayer(16, 32, 4, bias=True), MoELayer(16, 8, 4)]
-    found = calibrate(layers, world, torch.float32)
-    return [dataclasses.asdict(costs) for costs in found.costs], found.errors, measure_exchange(world).predict_s(1e6)
+    costs, errors = calibrate(layers, world, torch.float32)
+    return [dataclasses.asdict(block) for block in costs], errors, measure_exchange(world).predict_s(1e6)
 
 
 @pytest.mark.slow
@@ -50,9 +50,9 @@ def measure_on_other_processors(rank: int, world_size: int) -> tuple[list[dict[s
     calibration.fit_line = fitted  # type: ignore[assignment]
     layer = MoELayer(16, 32, 4)
     generator = torch.get_rng_state()
-    found = calibrate([layer], connect(), torch.float32)
+    costs, errors = calibrate([layer], connect(), torch.float32)
     assert torch.equal(generator, torch.get_rng_state()), "a resumed run would draw other numbers"
-    return [dataclasses.asdict(costs) for costs in found.costs], found.errors
+    return [dataclasses.asdict(block) for block in costs], errors
 
 
 def test_all_ranks_take_the_lines_of_one() -> None:
