@@ -66,27 +66,6 @@ class CompileDense(ExpertParallelCallback):
         self._dynamic = dynamic
         self.compiled: list[str] = []
 
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._compile(trainer, pl_module)
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._compile(trainer, pl_module)
-
-    @override
-    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Other blocks may be on this rank now."""
-        self._compile(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._compile(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._compile(trainer, pl_module)
-
     def _compile(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Once for a module; later calls find it compiled."""
         parts = [(name, part) for name, part in dense_parts(pl_module) if not private_torch.is_compiled(part)]
@@ -96,6 +75,9 @@ class CompileDense(ExpertParallelCallback):
             _keep_noise_out(part)
             part.compile(backend=self._backend, mode=self._mode, dynamic=self._dynamic)
             self.compiled.append(name)
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _compile
+    on_world_changed = _compile  # other blocks may be on this rank now
 
 
 def _keep_noise_out(part: nn.Module) -> None:
