@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moe_lightning.arrays import BoolArray, FloatArray, IntArray, Pairs
+from moe_lightning.arrays import BoolArray, FloatArray, IntArray
 from moe_lightning.balancing.cost_model import (
     ONE_COPY,
     BlockCosts,
@@ -42,42 +42,7 @@ def predict_plan(
 ) -> BlockTimes:
     """Predicted seconds of a block under a plan, for tokens int64 [E, N]."""
     plan.check(placement)
-    volumes = plan_volumes(tokens, placement.pairs, plan, tokens.sum(axis=1), tokens.sum(axis=0), costs.speeds)
-    return predict_block(volumes, total_copies(plan.shadows, plan.homes, costs.transfer), costs, scheduled)
-
-
-def plan_volumes(
-    tokens: IntArray,
-    residents: Pairs,
-    plan: ShadowPlan,
-    load: IntArray,
-    own: IntArray,
-    speeds: IntArray | None = None,
-) -> IntArray:
-    """int64 [4, N]: `total_volumes` of `shadow_quota`, without tables of all experts and ranks.
-
-    Args:
-        tokens: int64 [E, N].
-        residents: of a placement that the plan was made for.
-        plan: shadows.
-        load: int64 [E], tokens of each expert.
-        own: int64 [N], tokens of each rank.
-        speeds: int64 [N], of the ranks; None: all alike.
-    """
-    if plan.quota_rule == "balanced" and plan.num_copies:
-        holders = residents.joined(plan.shadows)
-        return pair_volumes(tokens, holders, balanced_split(load, holders, speeds), own)
-    moved = np.flatnonzero(plan.shadows.any(axis=1))
-    kept = tokens[moved]
-    kept *= plan.shadows[moved]
-    rest = load.copy()
-    rest[moved] -= kept.sum(axis=1)
-    volumes = pair_volumes(tokens, residents, balanced_split(rest, residents, speeds), own)
-    at_home = kept.sum(axis=0)
-    volumes[0] += at_home
-    volumes[1] -= at_home
-    volumes[3] += np.count_nonzero(kept, axis=0)
-    return volumes
+    return Layer(tokens=tokens, placement=placement, speeds=costs.speeds).predict(plan, costs, scheduled)
 
 
 def no_shadows(tokens: IntArray, placement: Placement) -> ShadowPlan:
@@ -239,11 +204,28 @@ class Layer:
         """Pace of the ranks."""
         return Pace.of(self.speeds, self.placement.num_ranks)
 
-    def predict_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:
+    def predict(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> BlockTimes:
         """Predicted seconds under a plan for this layer."""
-        volumes = plan_volumes(self.tokens, self.placement.pairs, plan, self.load, self.own, self.speeds)
         copies = total_copies(plan.shadows, plan.homes, costs.transfer)
-        return float(predict_block(volumes, copies, costs, scheduled).total_s)
+        return predict_block(self._volumes(plan), copies, costs, scheduled)
+
+    def _volumes(self, plan: ShadowPlan) -> IntArray:
+        """int64 [4, N]: `total_volumes` of `shadow_quota`, without tables of all experts and ranks."""
+        residents = self.placement.pairs
+        if plan.quota_rule == "balanced" and plan.num_copies:
+            holders = residents.joined(plan.shadows)
+            return pair_volumes(self.tokens, holders, balanced_split(self.load, holders, self.speeds), self.own)
+        moved = np.flatnonzero(plan.shadows.any(axis=1))
+        kept = self.tokens[moved]
+        kept *= plan.shadows[moved]
+        rest = self.load.copy()
+        rest[moved] -= kept.sum(axis=1)
+        volumes = pair_volumes(self.tokens, residents, balanced_split(rest, residents, self.speeds), self.own)
+        at_home = kept.sum(axis=0)
+        volumes[0] += at_home
+        volumes[1] -= at_home
+        volumes[3] += np.count_nonzero(kept, axis=0)
+        return volumes
 
     def least_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:
         """Seconds that a plan takes at least, however its holders share the tokens: its copies, an even share of the
@@ -461,14 +443,14 @@ def search_shadows(
     chosen = int(np.argmin(moves.best_s))
     nothing = ShadowPlan(shadows=np.zeros(tokens.shape, dtype=np.bool_), homes=layer.homes)
     plans = [nothing, replace(nothing, shadows=moves.shadows(chosen))]
-    seconds = [float(moves.unmoved_s), layer.predict_s(plans[1], costs, scheduled)]
+    seconds = [float(moves.unmoved_s), float(layer.predict(plans[1], costs, scheduled).total_s)]
     # Balanced quotas cost more to find, so only two plans are tried with them: the best and the one with most shadows.
     widest = int(np.argmax(moves.num_copies))
     for index in dict.fromkeys((chosen, widest)):
         plan = replace(nothing, shadows=moves.shadows(index), quota_rule="balanced")
         if layer.least_s(plan, costs, scheduled) < min(seconds):
             plans.append(plan)
-            seconds.append(layer.predict_s(plan, costs, scheduled))
+            seconds.append(float(layer.predict(plan, costs, scheduled).total_s))
     return plans[int(np.argmin(seconds))]
 
 
