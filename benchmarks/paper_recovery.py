@@ -15,7 +15,7 @@ from benchmarks.paper_table import PaperTable, Row, Sources
 from benchmarks.recovery_probability import block_recovery, recovery_probabilities
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
-from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
+from moe_lightning.balancing.migration import align_placements, held_states, migration_s, plan_migration
 from moe_lightning.balancing.replica_placement import NODE_RULES
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.plots import line_chart
@@ -187,9 +187,9 @@ def transfers(sources: Sources) -> PaperTable:
             left = np.delete(held, failed, axis=2)
             if left.any(axis=2).all():
                 planned = align_placements(left, after, cluster, greedy_assignment)
-                migration = plan_migration(left, planned)
-                moves.append(len(migration.transfers))
-                seconds.append(migration.predicted_s(workload(name).expert_state_bytes, _LINK_BYTES_PER_S))
+                transfers = plan_migration(left, planned)
+                moves.append(len(transfers))
+                seconds.append(migration_s(transfers, workload(name).expert_state_bytes, _LINK_BYTES_PER_S))
         what = f"{name} step {iteration - 1}, {lost} lost"
         rows.append(
             Row(

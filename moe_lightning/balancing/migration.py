@@ -9,6 +9,7 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -92,35 +93,12 @@ class Transfer:
     target: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Migration:
-    """States to move before a plan can be used.
-
-    Attributes:
-        transfers: between live ranks.
-        lost: (layer, expert) that no live rank holds; their state must come from a checkpoint.
-        num_ranks: ranks of the world.
-    """
-
-    transfers: tuple[Transfer, ...]
-    lost: tuple[tuple[int, int], ...]
-    num_ranks: int
-
-    def sends(self) -> IntArray:
-        """int64 [N]: states that each rank sends."""
-        sources = np.array([transfer.source for transfer in self.transfers], dtype=np.int64)
-        return np.bincount(sources, minlength=self.num_ranks).astype(np.int64)
-
-    def receives(self) -> IntArray:
-        """int64 [N]: states that each rank receives."""
-        targets = np.array([transfer.target for transfer in self.transfers], dtype=np.int64)
-        return np.bincount(targets, minlength=self.num_ranks).astype(np.int64)
-
-    def predicted_s(self, state_bytes: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
-        """Seconds for one exchange: the busiest rank's sends or receives, both directions at once."""
-        if not self.transfers:
-            return 0.0
-        return latency_s + max(int(self.sends().max()), int(self.receives().max())) * state_bytes / bytes_per_s
+def migration_s(transfers: Sequence[Transfer], state_bytes: int, bytes_per_s: float, latency_s: float = 0.0) -> float:
+    """Return the seconds of one exchange: the busiest rank's sends or receives, both directions at once."""
+    if not transfers:
+        return 0.0
+    sends, receives = Counter(way.source for way in transfers), Counter(way.target for way in transfers)
+    return latency_s + max(*sends.values(), *receives.values()) * state_bytes / bytes_per_s
 
 
 def held_states(placements: Sequence[Placement]) -> BoolArray:
@@ -256,7 +234,9 @@ def _missing(have: _States, need: _States) -> IntArray:
     return missing
 
 
-def plan_migration(held: BoolArray, planned: Sequence[Placement], nodes: Sequence[Hashable] | None = None) -> Migration:
+def plan_migration(
+    held: BoolArray, planned: Sequence[Placement], nodes: Sequence[Hashable] | None = None
+) -> list[Transfer]:
     """Choose a source for every state that a rank needs and lacks, so that few cross nodes and sends are even.
 
     Experts with fewest owners choose first; the source is an owner on the target's node where there is one, of those
@@ -269,7 +249,7 @@ def plan_migration(held: BoolArray, planned: Sequence[Placement], nodes: Sequenc
         nodes: of each rank; None: every rank is as far from every other.
     """
     if not planned:
-        return Migration(transfers=(), lost=(), num_ranks=held.shape[2])
+        return []
     needed = held_states(planned)
     owners = held.sum(axis=2)
     wanted = np.argwhere(needed & ~held)
@@ -287,5 +267,4 @@ def plan_migration(held: BoolArray, planned: Sequence[Placement], nodes: Sequenc
         source = int(sources[np.argmin(sends[sources])])
         sends[source] += 1
         transfers.append(Transfer(layer=layer, expert=expert, source=source, target=target))
-    lost = tuple((int(layer), int(expert)) for layer, expert in np.argwhere(owners == 0))
-    return Migration(transfers=tuple(transfers), lost=lost, num_ranks=held.shape[2])
+    return transfers

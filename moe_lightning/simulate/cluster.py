@@ -20,7 +20,7 @@ import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
-from moe_lightning.balancing.migration import align_placements, held_states, plan_migration
+from moe_lightning.balancing.migration import align_placements, held_states, migration_s, plan_migration
 from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,
     Origin,
@@ -557,8 +557,8 @@ class ClusterState:
         bytes_per_s, latency_s = self._hardware.link_bytes_per_s, self._hardware.latency_s
         if lacking.size <= _MAX_PLANNED_CELLS:
             nodes = np.repeat(world.nodes, self._hardware.ranks_per_node).tolist()
-            planned = plan_migration(held, world.placements, nodes)
-            seconds = self._scale * planned.predicted_s(state_bytes, bytes_per_s, latency_s)
+            transfers = plan_migration(held, world.placements, nodes)
+            seconds = self._scale * migration_s(transfers, state_bytes, bytes_per_s, latency_s)
         else:
             receives = int(lacking.sum(axis=(0, 1)).max())
             seconds = self._scale * receives * state_bytes / bytes_per_s + latency_s

@@ -372,7 +372,7 @@ class PlacedExperts:
         """
         of_all = transfers is None
         if transfers is None:
-            transfers = plan_migration(held, placements, nodes).transfers
+            transfers = plan_migration(held, placements, nodes)
         stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
         for parameter in self.stack_of:
             parameter.grad = None

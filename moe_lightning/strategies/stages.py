@@ -762,7 +762,7 @@ class StageTransfer(StateTransfer):
         self._hold({*stages.held, *own})
         here = stages.numbers
         at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
-        everyones = plan_migration(held, placements, nodes).transfers
+        everyones = plan_migration(held, placements, nodes)
         transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
         placed = [placements[number] for number in here]
         experts.enter_world(world, placed, held[here], optimizers, nodes, transfers)

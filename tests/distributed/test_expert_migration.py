@@ -68,7 +68,7 @@ def move_at_random(rank: int, world_size: int) -> int:
                     stack.data[slot] = content(layer, expert, name)
     for _ in range(8):
         planned = [random_placement(rng, world_size, slots) for _ in range(num_layers)]
-        migration = plan_migration(held_states(placements), planned)
+        transfers = plan_migration(held_states(placements), planned)
         after = [next_slots(old, new.experts_on(rank)) for old, new in zip(experts, planned, strict=True)]
         old, new = (
             [
@@ -77,15 +77,15 @@ def move_at_random(rank: int, world_size: int) -> int:
             ]
             for at, places in ((experts, placements), (after, planned))
         )
-        sent_bytes = migrate_rows(old, new, (), migration.transfers, world, of_all=True)
+        sent_bytes = migrate_rows(old, new, (), transfers, world, of_all=True)
         state_bytes = 6 * 4 + 6 * 2 + 4 * 4 + 4
-        assert sent_bytes == state_bytes * sum(t.source == rank for t in migration.transfers)
+        assert sent_bytes == state_bytes * sum(t.source == rank for t in transfers)
         for layer, stack in enumerate(stacks):
             for slot, expert in enumerate(after[layer]):
                 for name, tensor in stack.items():
                     expected = content(layer, expert, name) if expert >= 0 else torch.zeros_like(tensor[slot])
                     assert torch.equal(tensor[slot], expected), (layer, slot, expert, name)
-        placements, experts, moved = planned, after, moved + len(migration.transfers)
+        placements, experts, moved = planned, after, moved + len(transfers)
     return moved
 
 
@@ -128,7 +128,7 @@ def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, e
 
     state_transfer._exchange = exchange_or_die
     placed_experts.transfer = transfer_or_die
-    transfers = plan_migration(held_states([before]), [after]).transfers
+    transfers = plan_migration(held_states([before]), [after])
     with pytest.raises(RuntimeError):
         migrate_rows(old, new, (), transfers, world, of_all=True)
     intact = all(torch.equal(parameter.data, values[name]) for name, parameter in stack.items())

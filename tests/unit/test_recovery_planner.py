@@ -314,8 +314,8 @@ def test_a_rank_that_was_left_behind_receives_its_state_anew() -> None:
     both = ((0, 0), (0, 1))
     plan = plan_for(survivor(0, live_version=8, experts=both), survivor(1, live_version=7, experts=both))
     assert plan.live_ranks == (0,)
-    migration = plan_migration(plan.held, [Placement(replicas=np.ones((2, 2), dtype=np.int64))])
-    assert [(t.expert, t.source, t.target) for t in migration.transfers] == [(0, 0, 1), (1, 0, 1)]
+    transfers = plan_migration(plan.held, [Placement(replicas=np.ones((2, 2), dtype=np.int64))])
+    assert [(t.expert, t.source, t.target) for t in transfers] == [(0, 0, 1), (1, 0, 1)]
 
 
 def test_a_lost_optimizer_shard_comes_from_its_replay_or_rolls_everybody_back() -> None:
