@@ -74,10 +74,6 @@ class Cluster:
     def num_slots(self) -> int:
         return self.num_ranks * self.slots_per_rank
 
-    def ranks_of(self, node: int) -> tuple[int, ...]:
-        """The ranks of a node, ascending."""
-        return tuple(rank for rank, home in enumerate(self.node_of) if home == node)
-
     def ranks_by_node(self) -> list[list[int]]:
         """The ranks of every node, ascending."""
         ranks: list[list[int]] = [[] for _ in range(self.num_nodes)]
@@ -98,13 +94,6 @@ class Cluster:
     def node_slots(self) -> IntArray:
         """int64 [nodes]: slots of all ranks of each node together."""
         return np.bincount(self.node_of, minlength=self.num_nodes).astype(np.int64) * self.slots_per_rank
-
-    def by_node(self, per_rank: IntArray) -> IntArray:
-        """Sum the last axis from ranks to nodes: int64 [..., N] -> int64 [..., nodes]."""
-        order = np.argsort(self.node_of, kind="stable")
-        starts = np.searchsorted(np.array(self.node_of)[order], np.arange(self.num_nodes))  # every node has a rank
-        per_node: IntArray = np.add.reduceat(per_rank[..., order], starts, axis=-1, dtype=np.int64)
-        return per_node
 
 
 def imbalance(rows: IntArray, speeds: IntArray | None = None) -> float:

@@ -77,10 +77,6 @@ class SlotTable:
             del nodes[node]
         self.free[rank] += 1
 
-    def missing_nodes(self, floor: int) -> int:
-        """Distinct nodes that are missing, over all experts, until each is on `floor` of them."""
-        return sum(max(0, floor - len(nodes)) for nodes in self.on_nodes)
-
     def protect(self, floor: int) -> None:
         """Give experts on fewer than `floor` nodes a replica in a free slot or instead of a surplus one, hottest first.
 
@@ -259,8 +255,8 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
     table = _pack(load, cluster)
     table.protect(floor)
     table.fill()
-    packed, missing = Placement.of_pairs(table.pairs), table.missing_nodes(floor)
-    longest = longest_time(packed, load, cluster)
+    packed = Placement.of_pairs(table.pairs)
+    missing, longest = cluster.missing_nodes(packed.pairs, floor), longest_time(packed, load, cluster)
     if not missing and longest * cluster.pace.total <= _BALANCED * load.sum() * cluster.pace.fastest:
         return packed
     replicas = allocate_replicas(

@@ -70,11 +70,10 @@ class RepairTable:
         self._held = set(present)
         self._on: list[set[int]] = [set() for _ in domains]
         self._nodes: list[dict[int, int]] = [{} for _ in range(held.shape[0])]  # of each expert: replicas on each node
-        self._by_load: list[tuple[int, int]] = []  # a heap of (load, rank); entries of other loads are out of date
         for expert, rank in present:
             self._hold(expert, rank)
         self._by_load = [(len(experts), rank) for rank, experts in enumerate(self._on)]
-        heapq.heapify(self._by_load)
+        heapq.heapify(self._by_load)  # entries of other loads than the present ones are out of date
 
     def pairs(self) -> Pairs:
         """The replicas as they are now."""

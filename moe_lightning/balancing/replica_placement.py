@@ -110,23 +110,12 @@ def _are_groups_few(replicas: IntArray, node_slots: IntArray) -> bool:
 
 
 def mro_blocks(replicas: IntArray, node_slots: IntArray) -> tuple[int, ...]:
-    """Lengths of MRO's node blocks; one live node in each is enough to recover.
-
-    Raises:
-        ConfigurationError: more groups of experts than nodes (only possible where nodes differ in slots).
-    """
-    counts = np.sort(replicas)
-    size, num_nodes = int(node_slots.min()), len(node_slots)
-    representatives = counts[::size]
-    if not _are_groups_few(replicas, node_slots):
-        raise ConfigurationError(
-            f"{len(counts)} experts on {num_nodes} nodes with as few as {size} slots cannot be grouped: "
-            "use nodes of equal size, or another placement policy"
-        )
+    """Lengths of MRO's node blocks, of few groups; one live node in each is enough to recover."""
+    representatives = np.sort(replicas)[:: int(node_slots.min())]
     blocks: list[int] = []
     for group, count in enumerate(representatives):
         later = len(representatives) - 1 - group
-        blocks.append(min(int(count), num_nodes - sum(blocks) - later))
+        blocks.append(min(int(count), len(node_slots) - sum(blocks) - later))
     return tuple(blocks)
 
 

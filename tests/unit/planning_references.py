@@ -98,11 +98,16 @@ def dealt_one_by_one(table: np.ndarray, cluster: Cluster, load: np.ndarray) -> n
         for expert in sorted(range(len(table)), key=lambda expert: (-share[expert], expert)):
             for _ in range(table[expert, node]):
                 used = replicas.sum(axis=0)
-                open_ranks = [rank for rank in cluster.ranks_of(node) if used[rank] < cluster.slots_per_rank]
+                open_ranks = [rank for rank in cluster.ranks_by_node()[node] if used[rank] < cluster.slots_per_rank]
                 rank = min(open_ranks, key=lambda rank: (replicas[expert, rank], carried[rank], used[rank], rank))
                 replicas[expert, rank] += 1
                 carried[rank] += int(share[expert])
     return replicas
+
+
+def by_node(cluster: Cluster, per_rank: np.ndarray) -> np.ndarray:
+    """Sums of the last axis over the ranks of each node."""
+    return np.stack([per_rank[..., ranks].sum(axis=-1) for ranks in cluster.ranks_by_node()], axis=-1)
 
 
 def missing_nodes(table: np.ndarray, cluster: Cluster, floor: int) -> int:

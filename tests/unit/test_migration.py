@@ -21,6 +21,7 @@ from moe_lightning.balancing.migration import (
     plan_migration,
 )
 from moe_lightning.dispatch.placement import Placement
+from tests.unit.planning_references import by_node
 
 
 @settings(deadline=None, max_examples=75)
@@ -72,14 +73,14 @@ def test_alignment_renames_ranks_within_renamed_nodes_and_optimal_moves_least(
     for method, assign in methods.items():
         aligned = align_placements(held, planned, cluster, assign) if assign else planned
         for before, after in zip(planned, aligned, strict=True):
-            by_node = [sorted(map(tuple, cluster.by_node(p.replicas).T)) for p in (before, after)]
-            assert by_node[0] == by_node[1]
+            columns = [sorted(map(tuple, by_node(cluster, p.replicas).T)) for p in (before, after)]
+            assert columns[0] == columns[1]
             assert sorted(map(tuple, before.replicas.T)) == sorted(map(tuple, after.replicas.T))
-        node_held = np.stack([cluster.by_node(layer.astype(np.int64)) > 0 for layer in held])
-        needed = np.stack([cluster.by_node(p.replicas) > 0 for p in aligned])
+        node_held = np.stack([by_node(cluster, layer.astype(np.int64)) > 0 for layer in held])
+        needed = np.stack([by_node(cluster, p.replicas) > 0 for p in aligned])
         moved[method] = int((needed & ~node_held).sum())
     nodes = range(cluster.num_nodes)
-    plan = np.stack([cluster.by_node(p.replicas) > 0 for p in planned])
+    plan = np.stack([by_node(cluster, p.replicas) > 0 for p in planned])
     assert moved["optimal"] == min(int((plan[..., list(o)] & ~node_held).sum()) for o in permutations(nodes))
     assert moved["optimal"] <= min(moved["greedy"], moved["none"])
 
@@ -101,8 +102,8 @@ def test_of_equal_moves_between_nodes_the_fewest_transfers_are_taken(
     held, planned, cluster = world
 
     def moves(table: np.ndarray) -> tuple[int, int]:
-        by_node = [cluster.by_node(side.astype(np.int64)) > 0 for side in (table > 0, held[0])]
-        return int((by_node[0] & ~by_node[1]).sum()), int(((table > 0) & ~held[0]).sum())
+        nodes = [by_node(cluster, side.astype(np.int64)) > 0 for side in (table > 0, held[0])]
+        return int((nodes[0] & ~nodes[1]).sum()), int(((table > 0) & ~held[0]).sum())
 
     within = [(0, 1), (1, 0)]
     orders = [

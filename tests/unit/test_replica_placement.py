@@ -261,8 +261,6 @@ def test_wrong_input_is_one_sentence() -> None:
         mro(ints(2, 3), ints(2, 2))
     with pytest.raises(ConfigurationError, match="at least 1 replica"):
         spread(ints(0, 3), ints(2, 2))
-    with pytest.raises(ConfigurationError, match="cannot be grouped"):
-        mro_blocks(ints(1, 1, 1, 1), ints(1, 3))
     assert mro_plus(ints(1, 1, 1, 1), ints(1, 3)).sum() == 4  # falls back to spread
     with pytest.raises(ConfigurationError, match="7 failed nodes"):
         sampled_recovery([spread(ints(2, 3, 3, 4), np.full(6, 2))], 7)
