@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,9 +26,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
 from moe_lightning.strategies.train_state import TrainState
 
-_LOOPS, _LOADERS, _CALLBACKS, _HOOKS = "loops", "loaders", "callbacks", "hooks"
-_SCHEDULERS, _NEXT_SCHEDULERS = "lr_schedulers", "lr_schedulers_next_epoch"
-_RATES, _PRECISION = "rates", "precision"
+_CALLBACKS, _HOOKS = "callbacks", "hooks"  # the first as in checkpoints of Lightning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +80,12 @@ class FitProgress:
         """Return the progress for another rank, with the live state of the callbacks, and of what hooks of the module
         and the data module save; tensors and plain values.
         """
-        progress = {
-            "step": self.step,
-            _LOOPS: self.loops,
-            _LOADERS: self.loaders,
-            _SCHEDULERS: self.lr_schedulers,
-            _NEXT_SCHEDULERS: self.lr_schedulers_next_epoch,
-            _RATES: self.rates,
-            _PRECISION: self.precision,
+        live = {
             _CALLBACKS: private_lightning.callback_states(trainer),
             _HOOKS: private_lightning.hooks_state(trainer),
             private_lightning.MONITORED: private_lightning.monitored(trainer),
         }
-        plain, _ = PlainValues(AS_PLAIN).convert(progress)
+        plain, _ = PlainValues(AS_PLAIN).convert({**vars(self), **live})
         return dict(plain)
 
     @classmethod
@@ -108,15 +99,7 @@ class FitProgress:
             private_lightning.load_hooks(trainer, dump[_HOOKS])
             private_lightning.load_callbacks(trainer, dump, is_checkpoint=False)
             private_lightning.load_monitored(trainer, dump[private_lightning.MONITORED])
-        return cls(
-            step=dump["step"],
-            loops=dump[_LOOPS],
-            loaders=dump[_LOADERS],
-            lr_schedulers=dump[_SCHEDULERS],
-            lr_schedulers_next_epoch=dump[_NEXT_SCHEDULERS],
-            rates=dump[_RATES],
-            precision=dump[_PRECISION],
-        )
+        return cls(**{each.name: dump[each.name] for each in fields(cls)})
 
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
