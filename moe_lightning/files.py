@@ -1,4 +1,4 @@
-"""Files and folders on a machine with other users: bounded reads, private folders.
+"""Files and folders on a machine with other users: bounded reads, files that are replaced whole, private folders.
 
 Only regular files are opened, and their size is compared with a limit before anything is read: a named pipe would
 block, a device never end, and a sparse file fill the memory.
