@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_warn
@@ -83,6 +84,9 @@ class WorkerLauncher(WorkersLauncher):
 
     @override
     def begin(self) -> None:
+        if self._start_method == "fork":  # threads of OpenMP that the starting process has used do not exist here
+            os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning sets more
+            torch.set_num_threads(1)
         if self._meeting is not None:  # a forkserver has the environment of its first launch
             os.environ[STORE_VARIABLE] = self._meeting
 

@@ -18,6 +18,9 @@ from tests.distributed.training import make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
 
 
+_LARGE = 400_000  # torch divides it among threads
+
+
 class Built(Base):
     def __init__(self) -> None:
         pl.LightningModule.__init__(self)
@@ -31,6 +34,12 @@ class Built(Base):
 class Mistaken(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         ExpertParallelStrategy(replicas=0)
+
+
+class Large(Base):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert torch.ones(_LARGE).sum() == _LARGE
+        return super().training_step(batch, batch_idx)
 
 
 def result(trainer: pl.Trainer, module: Base, folder: Path | None) -> Any:
@@ -68,6 +77,12 @@ def from_here(rank: int, world_size: int, kind: type[Base], strategy: str | Opti
     return {name: value.numpy() for name, value in state.items()}, *others
 
 
+def from_threads(rank: int, world_size: int, folder: Path) -> Any:
+    torch.set_num_threads(4)
+    torch.ones(_LARGE)
+    return from_here(rank, world_size, Large, "expert_parallel_fork", folder)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -90,6 +105,10 @@ def test_the_starting_process_has_the_trained_model(strategy: str | Options, tmp
 def test_what_is_built_on_the_ranks_only_is_named(tmp_path: Path) -> None:
     (told,) = run_ranks(1, from_here, Built, "expert_parallel_fork", tmp_path)
     assert any("trained tensors, such as embed.weight, have no place in this process's module" in one for one in told)
+
+
+def test_forked_ranks_compute_though_the_starting_process_has_used_threads(tmp_path: Path) -> None:
+    run_ranks(1, from_threads, tmp_path)
 
 
 def test_a_mistake_on_a_rank_is_one_sentence(tmp_path: Path) -> None:
