@@ -17,7 +17,6 @@ from tests.distributed.test_users_modules import Base, Options, tokens
 from tests.distributed.training import make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
 
-
 _LARGE = 400_000  # torch divides it among threads
 
 
