@@ -705,16 +705,51 @@ class RendezvousState:
             case _:
                 raise WireError(f"a malformed message of the kind {kind[:LONGEST_WORD]}")
 
-    def restore(self, record: Message, now: float) -> None:
-        """Restore the newest world from its record, before anybody has connected.
+    def restore(self, value: Any, now: float, *, reporter: str = "") -> None:
+        """Restore a newer world from its record, or as a member reports it to a restarted host: its members reconnect,
+        or are lost.
 
         Args:
-            record: its number, its packed members and the timeouts of their run, as members report them.
+            value: its number, its packed members and the timeouts of their run; None: there is none.
 
         Raises:
             WireError: it is malformed.
         """
-        self._restore_world(record, "", now)
+        if value is None:
+            return
+        match value:
+            case {"number": int(number), "patience": list(timeouts)} if 0 < number < 2**62:
+                packed = value.get("members")
+            case _:
+                raise WireError("a malformed world")
+        if self._is_known(number):
+            return
+        if not isinstance(packed, list):
+            raise WireError("a malformed world")
+        try:
+            ids = unpack_ids(packed)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        if not ids or not all(map(is_member_id, ids)):
+            raise WireError("a malformed world")
+        limits = parse_timeouts(timeouts)
+        self._last_number = number
+        self.world = CurrentWorld(number=number, ids=ids, progress_at=now)
+        self._announced.begin(None)
+        grace_s = RECONNECT_S + _RECONNECT_EACH_S * len(ids)
+        for member_id in ids:
+            if member_id not in self._members and member_id not in self._evicted:
+                self._members[member_id] = Member(
+                    id=member_id,
+                    timeouts=limits,
+                    last_seen=now,
+                    lost_at=now,
+                    grace_s=grace_s,
+                    progress=-1,
+                )
+        for connection, owner in list(self.clients.members.names.items()):
+            if owner in self._members and owner != reporter:  # it has missed that this world formed
+                self._send_missed(connection, self._members[owner], None, now)
 
     def lose_launcher(self, launcher: str, how: str, now: float) -> None:
         """Record the death of all workers of a launcher, whose kernel kills them with it."""
@@ -825,7 +860,7 @@ class RendezvousState:
         self._unlink(connection)  # of the member under its former name
         self.clients.members.add(connection, member_id)
         self._expected = max(self._expected, expected)
-        self._restore_world(world, member_id, now)
+        self.restore(world, now, reporter=member_id)
         if world is not None:
             self._announced.note(connection, world["number"])
         self.clients.send(connection, t="state", finished=self._finished)
@@ -846,44 +881,6 @@ class RendezvousState:
         member.has_set_up |= is_ready or (world is not None and bool(world))
         self.clients.send_to_launcher(member_id, "arrived")
         self._send_missed(connection, member, world, now)
-
-    def _restore_world(self, value: Any, reporter: str, now: float) -> None:
-        """Restore a newer world that a member reports to a restarted host: its members reconnect, or are lost."""
-        if value is None:
-            return
-        match value:
-            case {"number": int(number), "patience": list(timeouts)} if 0 < number < 2**62:
-                packed = value.get("members")
-            case _:
-                raise WireError("a malformed world")
-        if self._is_known(number):
-            return
-        if not isinstance(packed, list):
-            raise WireError("a malformed world")
-        try:
-            ids = unpack_ids(packed)
-        except ValueError as error:
-            raise WireError(str(error)) from None
-        if not ids or not all(map(is_member_id, ids)):
-            raise WireError("a malformed world")
-        limits = parse_timeouts(timeouts)
-        self._last_number = number
-        self.world = CurrentWorld(number=number, ids=ids, progress_at=now)
-        self._announced.begin(None)
-        grace_s = RECONNECT_S + _RECONNECT_EACH_S * len(ids)
-        for member_id in ids:
-            if member_id not in self._members and member_id not in self._evicted:
-                self._members[member_id] = Member(
-                    id=member_id,
-                    timeouts=limits,
-                    last_seen=now,
-                    lost_at=now,
-                    grace_s=grace_s,
-                    progress=-1,
-                )
-        for connection, owner in list(self.clients.members.names.items()):
-            if owner in self._members and owner != reporter:  # it has missed that this world formed
-                self._send_missed(connection, self._members[owner], None, now)
 
     def _eviction_reason(self, member_id: str, reported: Any) -> str | None:
         """Return the reason why a member that registers is evicted; None if it is admitted."""
