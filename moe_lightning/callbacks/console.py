@@ -15,7 +15,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -58,7 +57,6 @@ class Console(ProgressBar):
         self._enabled = style != "none"
         self._is_described = False
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
         self._began = (0, 0.0)  # the step at which this process began to train, and when
 
     @override
@@ -88,14 +86,14 @@ class Console(ProgressBar):
             self._began = (trainer.global_step, time.monotonic())
         if not self._is_shown:
             return
-        if self._bar is not None and self._task is not None:  # after a recovery: its clock goes on
-            self._bar.update(self._task, completed=trainer.global_step)
+        if self._bar is not None:  # after a recovery: its clock goes on
+            self._bar.update(self._bar.task_ids[0], completed=trainer.global_step)
             return
         if not is_described:  # a recovery has a line of its own
             print(in_columns(describe(trainer, pl_module)), flush=True)
         if self._style == "bar" or (self._style == "auto" and sys.stdout.isatty()):
             self._bar = _progress_bar(RichConsole())
-            self._task = self._bar.add_task(
+            self._bar.add_task(
                 "", total=private_lightning.steps_of_training(trainer), completed=trainer.global_step, status=""
             )
             self._bar.start()
@@ -105,8 +103,8 @@ class Console(ProgressBar):
         if not self._is_shown or private_lightning.is_accumulating(trainer):
             return
         logs = private_lightning.logs_now(trainer)
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=trainer.global_step)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=trainer.global_step)
             if logs:
                 self._show(trainer, _status(trainer))
         elif logs:
@@ -142,10 +140,10 @@ class Console(ProgressBar):
 
     def _show(self, trainer: pl.Trainer, parts: Sequence[str]) -> None:
         """Replace what stands beside the bar."""
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             total = len(str(private_lightning.steps_of_training(trainer) or trainer.global_step))
             room = self._bar.console.width - (2 * total + _BESIDE_STATUS)
-            self._bar.update(self._task, status=_fitting(parts, room))
+            self._bar.update(self._bar.task_ids[0], status=_fitting(parts, room))
 
     def tell(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
