@@ -48,18 +48,12 @@ COLUMNS = (
 
 def table_row(report: RecoveryReport) -> list[Any]:
     """The values of `COLUMNS`; the time in UTC, lost ranks with spaces between them."""
-    return [
-        report.step,
-        datetime.fromtimestamp(report.began_at, UTC).isoformat(timespec="milliseconds"),
-        report.reason,
-        " ".join(map(str, report.lost_ranks)),
-        report.ranks_before,
-        report.ranks_after,
-        report.restored,
-        report.steps_lost,
-        report.stale_experts,
-        round(report.seconds["total"], 3),
-    ]
+    values = vars(report) | {
+        "began_at": datetime.fromtimestamp(report.began_at, UTC).isoformat(timespec="milliseconds"),
+        "lost_ranks": " ".join(map(str, report.lost_ranks)),
+        "total_s": round(report.seconds["total"], 3),
+    }
+    return [values[name] for name in COLUMNS]
 
 
 def log_table(loggers: Iterable[Logger], reports: Sequence[RecoveryReport]) -> None:

@@ -114,12 +114,6 @@ class TokenCounts:
         if stages.num_stages > 1:
             self.total = stages.counts_of_all(None if self.total is None else self.total[stages.numbers])
 
-    def record(self, checkpoint_ledger: CheckpointLedger | None) -> None:
-        """Into the ledger, where there is one."""
-        if self.total is not None and checkpoint_ledger is not None:
-            checkpoint_ledger.ledger.record(self.total.cpu().numpy())
-            self.total = None
-
     def enter_world(self, recorded: IntArray | None, stages: StageMap, world: World) -> None:
         """Drop those of a step that is repeated, and take those that other ranks have seen: this one may have joined,
         computed other layers, or missed the end of the last step. Collective.
@@ -212,7 +206,9 @@ class LostTokens:
 
     def record(self) -> None:
         """Enter the counts of whole steps into the ledger, if there is one."""
-        self.counts.record(self.checkpoint_ledger)
+        if self.counts.total is not None and self.checkpoint_ledger is not None:
+            self.checkpoint_ledger.ledger.record(self.counts.total.cpu().numpy())
+            self.counts.total = None
 
     def reassign(self, owners: IntArray) -> None:
         """Experts have moved: other ranks write them, int64 [L, E]."""
