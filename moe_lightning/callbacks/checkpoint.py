@@ -44,42 +44,6 @@ from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 
-def log_checkpoint(trainer: pl.Trainer, session: CheckpointSession, plt: float, stall_s: float) -> None:
-    """Log the last snapshot, the last checkpoint that the agent has committed and the proportion of lost tokens; warn
-    of what the agent complains of.
-
-    Args:
-        trainer: with the loggers.
-        session: of the snapshot.
-        plt: proportion of lost tokens.
-        stall_s: seconds that training has waited for snapshots since the last call.
-    """
-    metrics: dict[str, float] = {
-        "plt": plt,
-        "k_snapshot": session.contents.k_snapshot,
-        "k_persist": session.contents.k_persist,
-        "predicted_bytes": session.contents.predicted_bytes,
-    }
-    report, status = session.last_report, session.status()
-    if report is not None:
-        metrics |= {
-            "stall_ms": 1e3 * stall_s,
-            "snapshot_ms": 1e3 * report.copy_s,
-            "snapshot_bytes": report.copied_bytes,
-        }
-        copied = report.copied_by_window
-        metrics |= {f"copied_{window.value}_bytes": size for window, size in copied.items()}
-        if copied and report.copied_bytes:
-            metrics["copied_in_bubbles"] = copied[Window.BUBBLE] / report.copied_bytes
-    if status.committed_step is not None:
-        metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
-    for warning in warnings_of(status):
-        rank_zero_warn(warning)
-    for logger in trainer.loggers:
-        logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()}, trainer.global_step)
-    log_committed(trainer, status.committed_path)
-
-
 def log_committed(trainer: pl.Trainer, path: str | None) -> None:
     """Tell W&B's loggers of the newest whole checkpoint, where there is one."""
     for logger in trainer.loggers:
@@ -450,7 +414,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         has_changed = self._experts_moved or self._growth.has_replaced
         if self.session is not None and self.session.in_window and not has_changed:
             self.session.save_more(trainer.global_step)
-            log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())
+            self._log(trainer, self.session)
         elif self.session is None or self.session.in_window or trainer.global_step - saved_at >= self._interval():
             self.save(trainer, pl_module)
         self._times.skip()
@@ -494,7 +458,37 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         full = full or (self._settings.every_n_steps == "auto" and self.session.adapted is None)  # for its times
         self.session.save(trainer.global_step, self.lost.checkpoint_ledger, self._objects(strategy), full=full)
         self._saved_at = trainer.global_step
-        log_checkpoint(trainer, self.session, self.plt, self._times.take_stall())
+        self._log(trainer, self.session)
+
+    def _log(self, trainer: pl.Trainer, session: CheckpointSession) -> None:
+        """Log the last snapshot, the last checkpoint that the agent has committed and the proportion of lost tokens;
+        warn of what the agent complains of.
+        """
+        stall_s = self._times.take_stall()
+        metrics: dict[str, float] = {
+            "plt": self.plt,
+            "k_snapshot": session.contents.k_snapshot,
+            "k_persist": session.contents.k_persist,
+            "predicted_bytes": session.contents.predicted_bytes,
+        }
+        report, status = session.last_report, session.status()
+        if report is not None:
+            metrics |= {
+                "stall_ms": 1e3 * stall_s,
+                "snapshot_ms": 1e3 * report.copy_s,
+                "snapshot_bytes": report.copied_bytes,
+            }
+            copied = report.copied_by_window
+            metrics |= {f"copied_{window.value}_bytes": size for window, size in copied.items()}
+            if copied and report.copied_bytes:
+                metrics["copied_in_bubbles"] = copied[Window.BUBBLE] / report.copied_bytes
+        if status.committed_step is not None:
+            metrics |= {"persist_ms": 1e3 * status.persist_s, "persist_bytes": status.persist_bytes}
+        for warning in warnings_of(status):
+            rank_zero_warn(warning)
+        for logger in trainer.loggers:
+            logger.log_metrics({f"checkpoint/{name}": value for name, value in metrics.items()}, trainer.global_step)
+        log_committed(trainer, status.committed_path)
 
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
         """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
