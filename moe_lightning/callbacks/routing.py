@@ -67,8 +67,7 @@ class RoutingRecorder(Callback):
     def __init__(self, path: str, every_n_steps: PositiveInt = 10) -> None:
         self._path = Path(path)
         self._every = every_n_steps
-        self._samples: list[NDArray[np.integer[Any]]] = []
-        self._iterations: list[int] = []
+        self._samples: dict[int, NDArray[np.integer[Any]]] = {}  # by iteration, ascending
         self._running: NDArray[np.int64] | None = None
         self._is_recording = False
         self._begun, self._before = 0, -1  # steps that were done when this step began, and when the one before did
@@ -89,7 +88,7 @@ class RoutingRecorder(Callback):
         if self._is_recording:
             self._go_on(trainer.global_step, shape)
             return
-        self._samples, self._iterations, self._is_recording = [], [], True
+        self._samples, self._is_recording = {}, True
         if trainer.global_step and self._path.is_file():
             self._continue(trainer.global_step, shape)
 
@@ -101,14 +100,14 @@ class RoutingRecorder(Callback):
                 f"{shape}: give another path"
             )
         kept = iterations <= step
-        self._samples, self._iterations = list(counts[kept]), iterations[kept].tolist()
+        self._samples = dict(zip(iterations[kept].tolist(), counts[kept], strict=True))
 
     def _go_on(self, step: int, shape: tuple[int, ...]) -> None:
         """Keep the samples up to a recovery, in which the loop begins again; none of another number of ranks."""
-        kept = [at for at, sample in enumerate(self._samples) if sample.shape == shape and self._iterations[at] <= step]
-        if len(kept) < sum(iteration <= step for iteration in self._iterations):
+        before = {iteration: sample for iteration, sample in self._samples.items() if iteration <= step}
+        self._samples = {iteration: sample for iteration, sample in before.items() if sample.shape == shape}
+        if len(self._samples) < len(before):
             rank_zero_warn(f"{self._path} begins after step {step}: samples before it have another number of ranks")
-        self._samples, self._iterations = [self._samples[at] for at in kept], [self._iterations[at] for at in kept]
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -131,8 +130,7 @@ class RoutingRecorder(Callback):
             return
         self._running = counts if self._running is None else self._running + counts
         if end > begun:
-            self._samples.append(self._running.astype(np.uint32))
-            self._iterations.append(begun + 1)
+            self._samples[begun + 1] = self._running.astype(np.uint32)
             self._running = None
 
     @override
@@ -148,10 +146,9 @@ class RoutingRecorder(Callback):
         self._is_recording = False
         if not trainer.is_global_zero or not self._samples:
             return
-        counts = np.stack(self._samples)
+        counts, iterations = np.stack(list(self._samples.values())), np.array(list(self._samples), dtype=np.int32)
         dtype = np.uint16 if counts.max() < 1 << 16 else np.uint32
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        iterations = np.array(self._iterations, dtype=np.int32)
         with replacing(self._path) as staged, open(staged, "wb") as file:
             np.savez_compressed(file, counts=counts.astype(dtype), iteration=iterations)
 

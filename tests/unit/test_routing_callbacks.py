@@ -34,7 +34,7 @@ def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
     recorder, path = RoutingRecorder(str(tmp_path / "routing.npz"), every_n_steps=1), tmp_path / "routing.npz"
     module: Any = None
     recorder.on_train_start(trainer_of(0, 2), module)
-    recorder._samples, recorder._iterations = [np.full((1, 2, 4), step) for step in (1, 2, 3)], [1, 2, 3]
+    recorder._samples = {step: np.full((1, 2, 4), step) for step in (1, 2, 3)}
     recorder._running = np.full((1, 2, 4), 100)
     recorder.on_train_start(trainer_of(2, 2), module)
     assert recorder._running is None
@@ -44,7 +44,7 @@ def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
     recorder.on_train_start(trainer_of(2, 2), module)  # another training reads the file
     with pytest.warns(UserWarning, match="another number of ranks"):
         recorder.on_train_start(trainer_of(2, 1), module)
-    assert recorder._samples == []
+    assert recorder._samples == {}
 
 
 def test_a_recorder_keeps_the_samples_of_a_rank_that_becomes_the_first(
@@ -87,8 +87,8 @@ def test_a_sample_is_of_the_batches_between_two_updates(
     recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
     for trainer.global_step in steps:
         recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
-    assert recorder._iterations == iterations
-    assert all((sample == batches).all() for sample in recorder._samples)
+    assert list(recorder._samples) == iterations
+    assert all((sample == batches).all() for sample in recorder._samples.values())
 
 
 def test_updates_past_lightning_are_steps_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_updates_past_lightning_are_steps_of_a_record(monkeypatch: pytest.Monkey
     recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
     for _ in range(4):
         recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
-    assert recorder._iterations == [1, 3]
+    assert list(recorder._samples) == [1, 3]
 
 
 def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
@@ -110,7 +110,7 @@ def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
     recorder, trainer = RoutingRecorder(str(tmp_path / "routing.npz"), every_n_steps=1), trainer_of(1, 2)
     recorder._running = np.ones((2, 2, 4), dtype=np.int64)
     recorder.on_train_batch_end(trainer, MoELayer(8, 8, 4), None, None, 1)  # type: ignore[arg-type]
-    assert (recorder._running, recorder._samples) == (None, [])
+    assert (recorder._running, recorder._samples) == (None, {})
 
 
 def test_a_replay_follows_the_layers_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
