@@ -172,10 +172,8 @@ def _made_undo(value: Any, known: dict[int, Undo]) -> Undo:
         return _undo_of_array(value)
     if isinstance(value, dict):
         return _undo_of_names(value, known)
-    if isinstance(value, list | deque):
-        return _undo_of_sequence(value, known)
-    if isinstance(value, set):
-        return _undo_of_set(value)
+    if isinstance(value, list | deque | set):
+        return _undo_of_items(value, known)
     return _and(_undo_of_names(vars(value), known), value) if _is_users(value) else lambda: value
 
 
@@ -191,23 +189,13 @@ def _undo_of_array(array: Any) -> Undo:
     return undo
 
 
-def _undo_of_set(values: set[Any]) -> Undo:
-    before = set(values)
-
-    def undo() -> set[Any]:
-        values.clear()
-        values.update(before)
-        return values
-
-    return undo
-
-
-def _undo_of_sequence(values: Any, known: dict[int, Undo]) -> Undo:
+def _undo_of_items(values: Any, known: dict[int, Undo]) -> Undo:
     items = [_undo_of(value, known) for value in values]
 
     def undo() -> Any:
         values.clear()
-        values.extend(item() for item in items)
+        add = values.update if isinstance(values, set) else values.extend
+        add(item() for item in items)
         return values
 
     return undo

@@ -43,7 +43,7 @@ class Counting(OwnModule):
         self.kept: list[Tensor] = []
         self.by_stage: Counter[str] = Counter()
         self.nested: dict[str, Any] = {"a": [0, set()]}
-        self.meter = Meter()
+        self.meter, self.meters = Meter(), {Meter()}
         self.metrics = [MeanMetric()]
 
     def count(self, x: Tensor, stage: str) -> None:
@@ -56,7 +56,8 @@ class Counting(OwnModule):
         self.by_stage[stage] += samples
         self.nested["a"][0] += samples
         self.nested["a"][1] |= {int(row[0]) for row in x}
-        self.meter.update(float(samples), samples)
+        for meter in (self.meter, *self.meters):
+            meter.update(float(samples), samples)
         self.metrics[0].update(float(samples))
         self.lazily = getattr(self, "lazily", 0) + samples
 
@@ -92,6 +93,7 @@ def counts_of(rank: int, world_size: int) -> dict[str, Any]:
         "by_stage": dict(module.by_stage),
         "nested": (module.nested["a"][0], len(module.nested["a"][1]) <= module.number),
         "meter": (module.meter.sum, module.meter.count),
+        "meters": sum(meter.count for meter in module.meters),
         "metric": module.metrics[0]._update_count,
         "lazily": getattr(module, "lazily", 0),
         "callback": seen.count,
@@ -173,7 +175,7 @@ def test_shares_of_different_sizes_are_not_gathered() -> None:
 def test_sums_of_users_count_every_sample_once() -> None:
     ranks = run_pooled(4, counts_of)
     assert sum(rank["buffer"] for rank in ranks) == 3
-    for name in ("number", "tensor", "kept", "lazily"):
+    for name in ("number", "tensor", "kept", "meters", "lazily"):
         assert sum(rank[name] for rank in ranks) == 21, name
     assert sum(rank["nested"][0] for rank in ranks) == 21
     assert sum(rank["meter"][1] for rank in ranks) == sum(rank["meter"][0] for rank in ranks) == 21
