@@ -24,7 +24,7 @@ from moe_lightning.config import build_config, shown
 from moe_lightning.data.text import shown_sources, sources_of
 from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.hub import CONFIG, TOKENIZERS, hub_name, local_folder, local_tokenizer
+from moe_lightning.hub import CONFIG, TOKENIZER, TOKENIZERS, hub_name, local_folder, local_tokenizer
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def export_gguf(path: Place, target: Path, *, dtype: str | None = None) -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         trained.copy_companions(folder)
-        if not (folder / "tokenizer.json").is_file():
+        if not (folder / TOKENIZER).is_file():
             raise ConfigurationError(
                 f"{trained.config.pretrained} has no tokenizer.json, which a GGUF file needs: put it there"
             )

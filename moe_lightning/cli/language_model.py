@@ -28,7 +28,6 @@ from moe_lightning.data.documents import STDLIB
 from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.data.text import sources_of
 from moe_lightning.data.tokenizer import (
-    TOKENIZER_FILE,
     ByteTokenizer,
     Tokenizer,
     errors_of_package,
@@ -39,7 +38,7 @@ from moe_lightning.data.tokenizer import (
 )
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text
-from moe_lightning.hub import GENERATION, TOKENIZERS, local_folder, local_tokenizer, tokenizer_file
+from moe_lightning.hub import CONFIG, GENERATION, TOKENIZER, TOKENIZERS, local_folder, local_tokenizer, tokenizer_file
 from moe_lightning.models.generation import Sampling, check_logits, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import transformers
@@ -211,7 +210,7 @@ def open_language_model(
             f"{path} does not exist: give the directory of a run, such as outputs/quickstart, a checkpoint, or a "
             "Hugging Face folder on this machine (hf download ORG/NAME --local-dir NAME makes one)"
         )
-    if isinstance(place, Path) and any((place / name).is_file() for name in (_CONFIG, _ADAPTER)):
+    if isinstance(place, Path) and any((place / name).is_file() for name in (CONFIG, _ADAPTER)):
         if step is not None:
             raise ConfigurationError(f"{path} is a Hugging Face folder, which has no steps: leave out --checkpoint")
         model = _of_folder(place, tokenizer)
@@ -254,8 +253,8 @@ def _of_checkpoint(
     config = hyper_parameters["config"]
     if "huggingface" in hyper_parameters:
         named, config = config["pretrained"], trained_config(hyper_parameters)
-        if data.get("tokenizer") == f"{named}/{TOKENIZER_FILE}":  # as recipes name it
-            data = {**data, "tokenizer": f"{config['pretrained']}/{TOKENIZER_FILE}"}
+        if data.get("tokenizer") == f"{named}/{TOKENIZER}":  # as recipes name it
+            data = {**data, "tokenizer": f"{config['pretrained']}/{TOKENIZER}"}
     spec, trained = given, trained_tokenizer(saved.values)
     if spec is None and trained is None:
         named = tokenizer_origin(saved.values)
@@ -311,7 +310,7 @@ def _spec_of(data: Mapping[str, Any], config: Mapping[str, Any], name: str) -> s
         ConfigurationError: there is none.
     """
     pretrained, spec = str(config.get("pretrained", "")), data.get("tokenizer")
-    own = local_folder(pretrained) / TOKENIZER_FILE
+    own = local_folder(pretrained) / TOKENIZER
     if "source" in data:
         sources = _sources(data)
         gone = next(
@@ -339,11 +338,11 @@ def _sources(data: Mapping[str, Any]) -> Sequence[DataSource]:
 
 # ---------------------------------------------------------------- Hugging Face folders
 
-_CONFIG, _ADAPTER, _ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def _of_folder(folder: Path, given: str | None) -> LanguageModel:
-    home = folder if (folder / _CONFIG).is_file() else _base_of(folder)
+    home = folder if (folder / CONFIG).is_file() else _base_of(folder)
     network = _pretrained(home)
     if home != folder:
         _take_generation_defaults(network, folder)
@@ -357,7 +356,7 @@ def _of_folder(folder: Path, given: str | None) -> LanguageModel:
             raise ConfigurationError(
                 f"{home} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
             )
-        theirs, spec = hugging_face_tokenizer(home, for_text=True), str(home / TOKENIZER_FILE)
+        theirs, spec = hugging_face_tokenizer(home, for_text=True), str(home / TOKENIZER)
         begin = errors_of_package(refusal)(lambda text: theirs(text)["input_ids"])
         decode = errors_of_package(refusal)(theirs.decode)
     else:
@@ -412,7 +411,7 @@ def _base_of(folder: Path) -> Path:
         base = local_folder(f"{named['base_model_name_or_path']}{revision}")
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ConfigurationError(f"{folder / _ADAPTER} names no base model: export the adapter again") from error
-    if not (base / _CONFIG).is_file():
+    if not (base / CONFIG).is_file():
         raise ConfigurationError(f"{folder} is an adapter for {base}, which is not a Hugging Face folder here: get it")
     return base
 

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from moe_lightning.checkpoint.names import MANIFEST, order_of
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import open_regular, replace_text
+from moe_lightning.hub import TOKENIZER
 
 _LOCK = ".lock"
 _LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id")
@@ -149,7 +150,7 @@ class RunDirectory:
 
     def keep_tokenizer(self, content: str) -> None:
         """Leave the tokenizer.json that the run has trained in its directory; its checkpoints hold it, too."""
-        replace_text(self.path / "tokenizer.json", content)
+        replace_text(self.path / TOKENIZER, content)
 
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
         """Leave the last value of every logged metric: the whole file or none."""

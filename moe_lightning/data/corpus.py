@@ -48,7 +48,6 @@ from moe_lightning.data.token_folder import (
 )
 from moe_lightning.data.tokenizer import (
     BYTES,
-    TOKENIZER_FILE,
     ByteTokenizer,
     check_tokenizer,
     is_trained,
@@ -58,7 +57,7 @@ from moe_lightning.data.tokenizer import (
 )
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, open_regular, read_text
-from moe_lightning.hub import tokenizer_identity
+from moe_lightning.hub import TOKENIZER, tokenizer_identity
 
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
 _CHUNK_BYTES = 1 << 24
@@ -517,10 +516,10 @@ def trained_tokenizer(
             for source, (files, _) in zip(sources, found, strict=True)
             for text in training_text(files, source.text_field, val_fraction)
         )
-        (folder / TOKENIZER_FILE).write_text(train_tokenizer(spec, texts))
+        (folder / TOKENIZER).write_text(train_tokenizer(spec, texts))
         return {}
 
-    path = _cached(cache / key, build)[0] / TOKENIZER_FILE
+    path = _cached(cache / key, build)[0] / TOKENIZER
     try:
         return read_text(path)
     except (OSError, ValueError) as error:

@@ -47,7 +47,7 @@ from moe_lightning.data.tokenizer import (
 )
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_written, decoded, open_regular, read_bytes, read_text
-from moe_lightning.hub import TOKENIZER, tokenizer_file
+from moe_lightning.hub import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS, tokenizer_file
 from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.user_errors import printable
 
@@ -542,7 +542,7 @@ def templated_turns(folder: Path) -> TemplatedTurns | None:
     Raises:
         ConfigurationError: transformers is missing, or its tokenizer cannot be read.
     """
-    if _settings(folder).get("chat_template") or (folder / "chat_template.jinja").is_file():
+    if _settings(folder).get("chat_template") or (folder / CHAT_TEMPLATE).is_file():
         return TemplatedTurns(hugging_face_tokenizer(folder))
     return None
 
@@ -553,7 +553,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigurationError: it is not JSON object.
     """
-    path = folder / "tokenizer_config.json"
+    path = folder / TOKENIZER_SETTINGS
     if not path.is_file():
         return {}
     try:

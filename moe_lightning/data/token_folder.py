@@ -39,7 +39,6 @@ from moe_lightning.config import NonNegativeInt, PositiveInt
 from moe_lightning.data.documents import Document, FilePart, SourceFile, documents, portions
 from moe_lightning.data.tokenizer import (
     BYTES,
-    TOKENIZER_FILE,
     Tokenizer,
     token_dtype,
     tokenizer_content,
@@ -47,7 +46,7 @@ from moe_lightning.data.tokenizer import (
 )
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import NO_LOCKS, read_text, replace_text
-from moe_lightning.hub import tokenizer_identity
+from moe_lightning.hub import TOKENIZER, tokenizer_identity
 
 HEADER, TOKENS, DOCUMENTS = "tokens.json", "tokens.bin", "documents.npy"
 _PORTIONS, _PLAN = "portions", "plan.json"
@@ -117,7 +116,7 @@ class TokenFolder:
     @property
     def tokenizer(self) -> str:
         """The spec of the tokenizer, see `check_tokenizer`."""
-        return BYTES if self.header.tokenizer == BYTES else str(self.path / TOKENIZER_FILE)
+        return BYTES if self.header.tokenizer == BYTES else str(self.path / TOKENIZER)
 
     def documents(self) -> npt.NDArray[np.int64]:
         """The first token of each document.
@@ -141,7 +140,7 @@ class TokenFolder:
             raise _damaged(self.tokens)
         self.documents()
         if self.tokenizer != BYTES and tokenizer_identity(tokenizer_content(self.tokenizer)) != self.header.tokenizer:
-            raise _damaged(self.path / TOKENIZER_FILE)
+            raise _damaged(self.path / TOKENIZER)
 
 
 def _damaged(path: Path) -> ConfigurationError:
@@ -224,7 +223,7 @@ def write_token_folder(
         _check_begun(folder, plan)
         if not (folder / HEADER).is_file():
             if recipe.tokenizer is not None:
-                replace_text(folder / TOKENIZER_FILE, recipe.tokenizer)
+                replace_text(folder / TOKENIZER, recipe.tokenizer)
             written = _write_portions(folder, todo, recipe, encoder, workers, advance)
             header = _joined(folder, written, token_dtype(encoder.vocab_size)) | {
                 "format": 1,
@@ -316,7 +315,7 @@ def _write_portions(
             written[number] = _write_portion(places[number], todo[number], recipe, encoder, advance)
     else:
         jobs = [(places[number], todo[number]) for number in missing]
-        spec = BYTES if recipe.tokenizer is None else str(folder / TOKENIZER_FILE)
+        spec = BYTES if recipe.tokenizer is None else str(folder / TOKENIZER)
         found = _in_processes(jobs, spec, recipe, min(workers, len(jobs)), advance)
         written |= zip(missing, found, strict=True)
     return [written[number] for number in range(len(todo))]

@@ -18,7 +18,6 @@ from moe_lightning.files import read_text
 from moe_lightning.hub import origin, tokenizer_file, tokenizer_identity
 
 _BYTES = 256
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def token_dtype(vocab_size: int) -> str:
