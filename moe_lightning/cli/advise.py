@@ -273,8 +273,7 @@ def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
             machine.hardware,
             ours,
             machine.num_ranks,
-            step_s=cost.step_s,
-            overlap_s=cost.overlap_s,
+            cost,
             faults_per_s=1 / period_s,
         )
         scenario = replace(scenario, policy=replace(ours, **fixed))

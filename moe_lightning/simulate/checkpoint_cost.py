@@ -20,6 +20,7 @@ from moe_lightning.checkpoint.sharding import (
 )
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.policy import Policy
+from moe_lightning.simulate.step_model import StepCost
 from moe_lightning.simulate.workload import Workload
 
 
@@ -123,9 +124,8 @@ def cheapest_interval(
     hardware: Hardware,
     policy: Policy,
     num_ranks: int,
+    step: StepCost,
     *,
-    step_s: float,
-    overlap_s: float,
     faults_per_s: float,
 ) -> int:
     """The policy's steps between checkpoints, or where it leaves them open those that cost least (MoC eq. 4)."""
@@ -136,8 +136,8 @@ def cheapest_interval(
     save = save_cost(workload, hardware, policy, num_ranks, k_snapshot, k_persist)
     blocking = policy.saving == "blocking"
     return OverheadModel(
-        step_s=step_s,
-        overlap_s=0.0 if blocking else overlap_s,
+        step_s=step.step_s,
+        overlap_s=0.0 if blocking else step.overlap_s,
         snapshot_s=save.snapshot_s + (save.persist_s if blocking else 0.0),
         persist_s=0.0 if blocking else save.snapshot_s + save.persist_s,
         restart_s=policy.restart_s,
