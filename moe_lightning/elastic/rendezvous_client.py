@@ -69,6 +69,7 @@ class Prober:
         last_reply: node -> time of its last reply.
         answers: node -> number of replies.
         misses: node -> packets sent since the last reply.
+        is_answered: True once any node has replied.
     """
 
     def __init__(self, secret: bytes, host: str) -> None:
@@ -80,6 +81,7 @@ class Prober:
         self.last_reply: dict[str, float] = {}
         self.answers: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
+        self.is_answered = False
         self._open: dict[bytes, str] = {}  # nonce -> node
         self._targets: list[tuple[str, Endpoint]] = []
         self._due = 0.0
@@ -135,6 +137,7 @@ class Prober:
                 with suppress(OSError):
                     self.socket.sendto(self._packet(_REPLY, nonce), sender)
             elif kind == _REPLY and (node := self._open.pop(nonce, None)) is not None:
+                self.is_answered = True
                 self.last_reply[node] = now
                 self.answers[node] += 1
                 self.misses[node] = 0
@@ -159,6 +162,9 @@ _FEWEST_ANSWERS = 3
 class LinkChecker:
     """Detection of dead links to the nodes of one world; does nothing on one machine.
 
+    Where no node has ever answered, UDP may be filtered, and no link counts as dead: so each process greets the others
+    until a first one answers.
+
     Args:
         silence_s: see `ElasticSettings.silence_timeout_s`; a dead link is found within about as much.
 
@@ -175,12 +181,14 @@ class LinkChecker:
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
         self._is_first = False
         self._probing_since: float | None = None
+        self._greeting_since: float | None = None
         self._is_waiting = False
 
-    def use(self, prober: Prober | None) -> None:
+    def use(self, prober: Prober, now: float) -> None:
         """Use this prober from now on."""
         self.prober = prober
         self._probing_since = None
+        self._begin_greeting(now)
 
     def enter(self, targets: Mapping[str, Endpoint], now: float, *, is_first: bool) -> None:
         """Start a world with these other nodes.
@@ -192,6 +200,7 @@ class LinkChecker:
         self._steps_s.clear()
         self._progress, self._progress_at = -1, now
         self._end()
+        self._begin_greeting(now)
 
     def wait(self, targets: Mapping[str, Endpoint], now: float) -> None:
         """Probe these nodes until they answer; for a process outside a world."""
@@ -211,6 +220,7 @@ class LinkChecker:
                 self._steps_s.append((now - self._progress_at) / max(1, progress - self._progress))
             self._progress, self._progress_at = progress, now
             self._end()
+        self._greet(now)
         stall_s = max(_STALL_SHARE * self._silence_s, _STALL_STEPS * min(self._steps_s, default=0.0))
         if self.prober is None or not self._targets or now - self._progress_at < stall_s:
             return frozenset()
@@ -221,6 +231,8 @@ class LinkChecker:
             self._probing_since = now
             self.prober.begin(self._targets, now)
         self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
+        if not self.prober.is_answered:
+            return frozenset()
         since, last_reply, misses = self._probing_since, self.prober.last_reply, self.prober.misses
         return frozenset(
             node
@@ -239,6 +251,28 @@ class LinkChecker:
         self._is_waiting = False
         self.prober.end()
         return frozenset(self._targets)
+
+    def _begin_greeting(self, now: float) -> None:
+        self._greeting_since = None
+        if self.prober is not None and self._targets and not self.prober.is_answered:
+            self._greeting_since = now
+            self.prober.begin(self._targets, now)
+
+    def _greet(self, now: float) -> None:
+        """Send the packets of a greeting that are due, until a node answers or the silence timeout is over."""
+        if self._greeting_since is None or self.prober is None:
+            return
+        self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
+        is_over = now - self._greeting_since > self._silence_s
+        if is_over and not self.prober.is_answered:
+            logger.warning(
+                "no node answers UDP packets: allow UDP between the machines of the run, or a link that fails between "
+                "two of them is not recognized"
+            )
+        if is_over or self.prober.is_answered:
+            self._greeting_since = None
+            if self._probing_since is None:
+                self.prober.end()
 
     def _end(self) -> None:
         if self._probing_since is not None and self.prober is not None:
@@ -564,7 +598,7 @@ class RendezvousClient:
             former.close()
         prober = Prober(self._secret, host)
         self._connection.watch(prober.socket, lambda: prober.receive(self._clock.now))
-        self._links.use(prober)
+        self._links.use(prober, self._clock.now)
 
     def _handle(self, message: Message) -> None:
         match message:
