@@ -71,6 +71,7 @@ class ForkedProgram(Program):
 
     Args:
         name: of the module, or the path of the script.
+        forks_ranks: fork the ranks that it launches, too.
     """
 
     def __init__(
@@ -80,13 +81,15 @@ class ForkedProgram(Program):
         folder: Path,
         variables: Mapping[str, str] | None = None,
         before: Callable[[], object] | None = None,
+        forks_ranks: bool = True,
     ) -> None:
         self._files = tempfile.TemporaryDirectory(prefix="program-")
         self._out, self._err = Path(self._files.name, "out"), Path(self._files.name, "err")
         for path in (self._out, self._err):
             path.touch(mode=0o600)
         environment = users_environment() | dict(variables or {})
-        self.process = _Forked(_main, name, arguments, str(folder), environment, (self._out, self._err), before)
+        files = (self._out, self._err)
+        self.process = _Forked(_main, name, arguments, str(folder), environment, files, before, forks_ranks)
 
 
 class _Forked:
@@ -219,6 +222,7 @@ def _main(
     environment: Mapping[str, str],
     outputs: tuple[Path, Path],
     before: Callable[[], object] | None,
+    forks_ranks: bool,
 ) -> NoReturn:
     os.setsid()
     os.chdir(folder)
@@ -228,9 +232,10 @@ def _main(
     _write_to(*outputs)
     if before is not None:
         before()
-    starter = RankStarter()
-    launcher.start = starter.start  # type: ignore[assignment]
-    subprocess_script.subprocess = SimpleNamespace(Popen=starter.popen)  # type: ignore[assignment]
+    if forks_ranks:
+        starter = RankStarter()
+        launcher.start = starter.start  # type: ignore[assignment]
+        subprocess_script.subprocess = SimpleNamespace(Popen=starter.popen)  # type: ignore[assignment]
     _run(name, arguments)
 
 

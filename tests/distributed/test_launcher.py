@@ -18,6 +18,7 @@ from moe_lightning.cores import usable_cores
 from moe_lightning.elastic import launcher as processes
 from moe_lightning.elastic.launcher import LocalLauncher, RanksFailed, WorkerLogs
 from moe_lightning.elastic.worker import RankFailure
+from tests.commands import ForkedProgram
 from tests.parameters import slow
 from tests.programs import ROOT, Program, Watched
 
@@ -131,7 +132,7 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]
 
 @contextmanager
 def _launched(behaviour: str, folder: Path, *, first: str = "") -> Iterator[Command]:
-    """A launcher whose two ranks wait; `first` is run before it."""
+    """A launcher whose two ranks wait; where something is run first, its process is forked, which imports nothing."""
     os.mkfifo(folder / "ready")
     options = f"num_ranks=2, log_dir=Path({str(folder)!r}), module={LAUNCHED!r}, grace_s={GRACE_S}"
     code = (
@@ -143,7 +144,12 @@ def _launched(behaviour: str, folder: Path, *, first: str = "") -> Iterator[Comm
         f"try:\n    LocalLauncher({options}).run([{behaviour!r}, {str(folder)!r}])\n"
         "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
     )
-    with Program("-c", code, folder=ROOT) as program:
+    (folder / "launch.py").write_text(code)
+    with (
+        ForkedProgram(str(folder / "launch.py"), folder=ROOT, forks_ranks=False)
+        if first
+        else Program(folder / "launch.py", folder=ROOT)
+    ) as program:
         pids: list[int] = []
         with (folder / "ready").open() as pipe:
             while len(pids) < 2:
@@ -165,9 +171,9 @@ def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> N
 def test_a_closed_terminal_does_not_end_what_nohup_protects(tmp_path: Path) -> None:
     """nohup makes its command ignore SIGHUP."""
     with _launched("waiting", tmp_path, first="signal.signal(signal.SIGHUP, signal.SIG_IGN)") as command:
-        command.program.process.send_signal(signal.SIGHUP)
+        os.kill(command.program.process.pid, signal.SIGHUP)
         assert not command.ranks.all_end(timeout_s=0.5)
-        command.program.process.send_signal(signal.SIGINT)
+        os.kill(command.program.process.pid, signal.SIGINT)
         assert command.program.end().returncode == 128 + signal.SIGINT
 
 
@@ -178,7 +184,7 @@ def test_ranks_save_where_ctrl_c_has_ended_the_reader_of_their_output(outputs: t
     broken = "import os; reader, writer = os.pipe(); os.close(reader)"
     broken += "".join(f"; os.dup2(writer, {output})" for output in outputs)
     with _launched("saving", tmp_path, first=broken) as command:
-        command.program.process.send_signal(signal.SIGINT)
+        os.kill(command.program.process.pid, signal.SIGINT)
         assert command.program.end().returncode == 128 + signal.SIGINT
     assert [(tmp_path / f"saved{rank}").exists() for rank in range(2)] == [True, True]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import textwrap
 from pathlib import Path
 from unittest.mock import patch
 
@@ -35,7 +34,7 @@ from moe_lightning.checkpoint.snapshotter import CopyWindows, Snapshotter, Windo
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Layout, MeshShape
-from tests.programs import run_program
+from tests.forks import PATIENCE_S, forked
 from tests.unit.checkpoint_state import Node, expert_keys, node, whole_state
 
 
@@ -204,20 +203,19 @@ def test_a_damaged_superblock_is_passed_over_with_a_sentence(
         assert [path.name for path, _ in checkpoints(made.root)] == ["step-00000002"]
 
 
+def write_and_die(path: Path) -> None:
+    state = {"expert/0/0/weight/w": torch.arange(1000.0)}
+    writer = Snapshotter(path, run="r", session="1", rank=0, world_size=1, state=state)
+    writer.start(7, state)
+    writer.finish()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_the_writer_can_be_read_after_kill_9(tmp_path: Path) -> None:
     path = tmp_path / "rank00000.arena"
-    program = f"""
-        import os, signal, torch
-        from pathlib import Path
-        from moe_lightning.checkpoint.snapshotter import Snapshotter
-        state = {{"expert/0/0/weight/w": torch.arange(1000.0)}}
-        writer = Snapshotter(Path({str(path)!r}), run="r", session="1", rank=0, world_size=1, state=state)
-        writer.start(7, state)
-        writer.finish()
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = run_program("-c", textwrap.dedent(program))
-    assert done.returncode == -signal.SIGKILL
+    with forked(write_and_die, path) as writer:
+        writer.join(PATIENCE_S)
+        assert writer.exitcode == -signal.SIGKILL
     reader = Arena(path)
     assert not reader.writer_alive
     (table,) = reader.tables()

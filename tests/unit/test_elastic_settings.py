@@ -41,10 +41,10 @@ from moe_lightning.elastic.run import main as run_main
 from moe_lightning.elastic.server import ServerThread, listen
 from moe_lightning.elastic.worker import Preempted, RunFinished
 from moe_lightning.errors import ConfigurationError
+from tests.commands import ForkedProgram
 from tests.distributed.harness import run_ranks
 from tests.forks import wait_until
 from tests.leftovers import listening
-from tests.programs import Program
 
 
 def test_a_task_survives_the_environment() -> None:
@@ -296,10 +296,10 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_the_command_says_where_it_listens_and_ends_on_a_signal(tmp_path: Path) -> None:
-    where = ("--bind", "127.0.0.1:0", "--secret-file", tmp_path / "a" / "secret")
-    with Program("-m", "moe_lightning.elastic.rendezvous_host", *where) as program:
+    where = ("--bind", "127.0.0.1:0", "--secret-file", str(tmp_path / "a" / "secret"))
+    with ForkedProgram("moe_lightning.elastic.rendezvous_host", *where, folder=tmp_path) as program:
         program.wait_for(lambda: program.out.endswith("\n"))
-        program.process.send_signal(signal.SIGTERM)
+        os.kill(program.process.pid, signal.SIGTERM)
         done = program.end()
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(rf"listening on 127\.0\.0\.1:\d+, secret in {tmp_path}/a/secret\n", done.stdout)
