@@ -4,7 +4,9 @@ the next one: no launcher's variables, no process, no port, no snapshots. Worker
 `pytest --hypothesis-profile=explore` looks for examples that the fixed ones do not show.
 """
 
+import contextlib
 import gc
+import importlib
 import os
 import sys
 import tempfile
@@ -32,6 +34,20 @@ settings.load_profile("fixed")
 
 _ORDER = ("unit", "distributed", "integration", "chaos")
 _LAUNCHED = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_LARGE = ("sympy", "scipy.stats", "matplotlib.pyplot")
+"""Modules that Lightning imports, but not torch."""
+
+
+def pytest_sessionstart() -> None:
+    """In a fresh environment two workers compile the same modules side by side: let the second one begin with others,
+    which the first one then finds, as it finds the first one's.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        for name in _LARGE:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
