@@ -347,16 +347,7 @@ class JsonlKeys(TypedDict, total=False):
     path: str
 
 class MlflowKeys(TypedDict, total=False):
-    experiment_name: str
-    run_name: str | None
     tracking_uri: str | None
-    tags: Mapping[str, Any] | None
-    save_dir: str | None
-    log_model: Literal[True, False, "all"]
-    prefix: str
-    artifact_location: str | None
-    run_id: str | None
-    synchronous: bool | None
 
 class OpentelemetryKeys(TypedDict, total=False):
     run: str
