@@ -32,6 +32,7 @@ import os
 import secrets
 import struct
 import tempfile
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -255,12 +256,16 @@ def _is_own(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
 
 
-def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Path = MEMORY) -> Path:
+def arena_directory(name: str, *, sizes: Mapping[int, int], fallback: Path, memory: Path = MEMORY) -> Path:
     """A private directory for arenas: in shared memory, or under `fallback` where that is missing or too small.
+
+    Args:
+        sizes: rank -> bytes of its arena, for the ranks of this node.
 
     Raises:
         ConfigurationError: neither has room, or the one that has it is on a file system without locks.
     """
+    needed_bytes = sum(sizes.values())
     rooms = [room for room in (memory, fallback) if room.is_dir()]
     for room in rooms:
         existing = room / f"{NAMED}{name}"
@@ -272,6 +277,7 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
         if _free_bytes(room) + held >= needed_bytes:
             _make_private(existing)
             _require_locks(existing)
+            _make_room(existing, sizes)
             if room != memory and memory.is_dir():
                 logger.warning(
                     "snapshots are written to %s, as this node needs %.2f GiB and %s has %.2f: give it more, as by "
@@ -284,6 +290,27 @@ def arena_directory(name: str, *, needed_bytes: int, fallback: Path, memory: Pat
         f"snapshots of this node need {needed_bytes / 2**30:.2f} GiB of memory ({free}): free memory, "
         "spread the state over more ranks, or name a larger fallback directory"
     )
+
+
+def _make_room(directory: Path, sizes: Mapping[int, int]) -> None:
+    """Delete the arenas that no rank takes over, of other ranks or of another size, if the new ones do not fit beside
+    them. An agent that has mapped one frees its memory once it notices.
+    """
+    wanted = {arena_path(directory, rank): nbytes for rank, nbytes in sizes.items()}
+    found = {path: path.stat().st_size for path in directory.glob(ARENAS)}
+    missing_bytes = sum(nbytes for path, nbytes in wanted.items() if found.get(path) != nbytes)
+    unused = [path for path, nbytes in found.items() if wanted.get(path) != nbytes]
+    if not unused or _free_bytes(directory) >= missing_bytes:
+        return
+    for path in unused:
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            arena = Arena(path)
+            arena.delete()
+            arena.close()
+            del arena  # and its mapping
+    deadline = time.monotonic() + _FREED_S
+    while _free_bytes(directory) < missing_bytes and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _make_private(directory: Path) -> None:
@@ -341,6 +368,8 @@ _STATE = struct.Struct(
 )  # sequence, (status, step, used_at) x 3, writing, clock, newest, wanted
 _DIGEST_BYTES = 8
 _LOCK_TIMEOUT_S = 10.0
+_FREED_S = 60.0  # an agent may be writing
+_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 

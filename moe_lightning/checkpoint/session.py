@@ -400,7 +400,7 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
     with failing_together(world):
         run = continued_run(place.root) or str(opening[0][1])
         if world.rank == node_peers[0]:
-            agent, folder = _start_agent(place, settings, run, sum(int(opening[rank][0]) for rank in node_peers))
+            agent, folder = _start_agent(place, settings, run, {rank: int(opening[rank][0]) for rank in node_peers})
             room = str(folder)
         if world.rank == 0:
             number = place.leave_mark()
@@ -430,13 +430,13 @@ def later_session(root: Place, number: int) -> str:
 
 
 def _start_agent(
-    place: SavingPlace, settings: CheckpointSettings, run: str, needed_bytes: int
+    place: SavingPlace, settings: CheckpointSettings, run: str, sizes: Mapping[int, int]
 ) -> tuple[AgentHandle, Path]:
     """Start the agent of this node; returns it with the folder of its arenas."""
     root = place.root
     claim(root, run)
     named = arenas_name(place.name, run, place.node, root)
-    arenas = arena_directory(named, needed_bytes=needed_bytes, fallback=fallback_directory(root))
+    arenas = arena_directory(named, sizes=sizes, fallback=fallback_directory(root))
     agent = AgentHandle(arenas, root, keep_last=settings.keep_last, poll_s=2 * pause_s(root))
     agent.begin()
     return agent, arenas

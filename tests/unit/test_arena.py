@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -251,8 +252,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         Arena.create(tmp_path / "rank00000.arena", capacity=huge, table_bytes=4096)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigurationError, match=r"need 1048576\.00 GiB"):
-        arena_directory("test-huge", needed_bytes=1 << 50, fallback=tmp_path)
-    fallback = arena_directory("small", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "no-such-directory")
+        arena_directory("test-huge", sizes={0: 1 << 50}, fallback=tmp_path)
+    fallback = arena_directory("small", sizes={0: 1 << 10}, fallback=tmp_path, memory=tmp_path / "no-such-directory")
     assert fallback == tmp_path / "moe-lightning-small"
     assert fallback.stat().st_mode & 0o777 == 0o700
 
@@ -261,7 +262,7 @@ def test_snapshots_on_disk_are_announced(tmp_path: Path, caplog: pytest.LogCaptu
     memory = tmp_path / "shm"
     memory.mkdir()
     with patch.object(arena_module, "_free_bytes", lambda room: 0 if room == memory else 1 << 30):
-        arena_directory("run", needed_bytes=1 << 20, fallback=tmp_path, memory=memory)
+        arena_directory("run", sizes={0: 1 << 20}, fallback=tmp_path, memory=memory)
     assert "--shm-size" in caplog.text
 
 
@@ -273,12 +274,49 @@ def test_shared_memory_has_no_more_room_than_processes_may_take(
     memory.mkdir()
     monkeypatch.setattr(arena_module, "MEMORY", memory)
     monkeypatch.setattr(arena_module, "available_memory", lambda: 1 << 20)
-    arenas = arena_directory("run", needed_bytes=2 << 20, fallback=tmp_path, memory=memory)
+    arenas = arena_directory("run", sizes={0: 2 << 20}, fallback=tmp_path, memory=memory)
     assert (arenas.parent, "has 0.00" in caplog.text) == (tmp_path, True)
-    arenas = arena_directory("small", needed_bytes=1 << 10, fallback=tmp_path, memory=memory)
+    arenas = arena_directory("small", sizes={0: 1 << 10}, fallback=tmp_path, memory=memory)
     with pytest.raises(ConfigurationError, match=r"GiB in .*small, where 0\.00 GiB are free"):
         Arena.create(arena_path(arenas, 0), capacity={1 << 20: 1}, table_bytes=4096)
     assert list(arenas.iterdir()) == []
+
+
+@pytest.mark.parametrize("maps_them", [False, True])
+def test_arenas_of_a_world_of_other_ranks_give_their_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, maps_them: bool
+) -> None:
+    """Also where an agent has mapped them, which frees them when it looks again."""
+    memory, room_bytes, small, large = tmp_path / "shm", 5 << 20, {1 << 18: 1}, {1 << 19: 1}
+    memory.mkdir()
+    mapped: list[Arena] = []
+
+    def free_bytes(room: Path) -> int:
+        held = {path.stat().st_ino: path.stat().st_size for path in memory.rglob("*.arena")}
+        held |= {os.fstat(arena._fd).st_ino: arena.memory.numel() for arena in mapped}
+        return room_bytes - sum(held.values())
+
+    def look_again(seconds: float) -> None:
+        gone = [arena for arena in mapped if arena.replaced]
+        mapped[:] = [arena for arena in mapped if not arena.replaced]
+        for arena in gone:
+            arena.close()
+
+    monkeypatch.setattr(arena_module, "_free_bytes", free_bytes)
+    monkeypatch.setattr("time.sleep", look_again)
+    place = partial(arena_directory, "run", fallback=tmp_path / "none", memory=memory)
+    folder = place(sizes=dict.fromkeys(range(4), arena_bytes(small, 4096)))
+    for rank in range(4):
+        Arena.create(arena_path(folder, rank), capacity=small, table_bytes=4096).close()
+    kept = arena_path(folder, 0).stat().st_ino
+    if maps_them:
+        mapped = [Arena(path) for path in folder.glob("*.arena")]
+    place(sizes={0: arena_bytes(small, 4096), 1: arena_bytes(large, 4096), 9: arena_bytes(large, 4096)})
+    Arena.create(arena_path(folder, 0), capacity=small, table_bytes=4096).close()
+    for rank in (1, 9):
+        Arena.create(arena_path(folder, rank), capacity=large, table_bytes=4096).close()
+    assert arena_path(folder, 0).stat().st_ino == kept
+    assert sorted(path.name for path in folder.glob("*.arena")) == [arena_path(folder, r).name for r in (0, 1, 9)]
 
 
 def test_nodes_whose_arenas_lie_in_one_folder_have_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -293,12 +331,12 @@ def test_nodes_whose_arenas_lie_in_one_folder_have_their_own(monkeypatch: pytest
 
 
 def test_what_a_killed_rank_reserved_is_given_back(tmp_path: Path) -> None:
-    folder = arena_directory("run", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "none")
+    folder = arena_directory("run", sizes={0: 1 << 10}, fallback=tmp_path, memory=tmp_path / "none")
     left, report = folder / f"rank00000.{os.getpid()}.new", folder / ".status.json.0123456789ab.new"
     left.write_bytes(b"reserved")
     report.write_bytes(b"of an agent that is alive")
     Arena.create(arena_path(folder, 0), capacity={64: 1}, table_bytes=4096).close()
-    arena_directory("run", needed_bytes=1 << 10, fallback=tmp_path, memory=tmp_path / "none")
+    arena_directory("run", sizes={0: 1 << 10}, fallback=tmp_path, memory=tmp_path / "none")
     assert not left.exists()
     assert report.exists()
     assert arena_path(folder, 0).exists()

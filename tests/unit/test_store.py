@@ -194,7 +194,7 @@ def test_an_agent_outlives_a_storage_that_fails_in_the_middle(tmp_path: Path, mo
 
 def test_names_of_runs_may_be_long(tmp_path: Path) -> None:
     name = arenas_name("ж" * 120, "a" * 32, "node", tmp_path)
-    made = arena_directory(name, needed_bytes=1, fallback=tmp_path, memory=tmp_path)
+    made = arena_directory(name, sizes={0: 1}, fallback=tmp_path, memory=tmp_path)
     assert existing_arenas(name, tmp_path) == made
 
 
@@ -326,7 +326,7 @@ def test_where_locks_fail_for_a_while_nothing_is_pruned(tmp_path: Path, monkeypa
 def test_snapshots_need_a_file_system_with_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_locks(monkeypatch, tmp_path, errno.ENOSYS)
     with pytest.raises(ConfigurationError, match=r"cannot be locked \(Function not implemented\): enlarge /dev/"):
-        arena_directory("run", needed_bytes=1, fallback=tmp_path, memory=tmp_path / "none")
+        arena_directory("run", sizes={0: 1}, fallback=tmp_path, memory=tmp_path / "none")
 
 
 def test_a_prune_that_was_interrupted_is_finished_by_the_next(tmp_path: Path) -> None:
