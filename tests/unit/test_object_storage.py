@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry as registry
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
@@ -208,6 +210,57 @@ def test_what_cannot_be_put_on_a_condition_is_not_put_without(monkeypatch: pytes
     with pytest.raises(OSError, match="try again"):
         objects.FsspecStorage("memory").put_if_absent(place, b"manifest")
     assert Flaky.store == {}
+
+
+class Expiring(MemoryFileSystem):
+    """Reads its credentials when it is made."""
+
+    protocol = "expiring"
+    valid: ClassVar[str] = "first"
+    reason: ClassVar[str] = "The provided token has expired."
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self._credentials = self.valid
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes:
+        if self._credentials != self.valid or self.valid == "none":
+            raise PermissionError(self.reason)
+        return b"data"
+
+
+@pytest.fixture
+def expiring(monkeypatch: pytest.MonkeyPatch) -> Iterator[objects.FsspecStorage]:
+    with monkeypatch.context() as patch:
+        patch.setitem(registry, "expiring", Expiring)
+        objects._store.cache_clear()
+        yield objects.FsspecStorage("expiring")
+    objects._store.cache_clear()
+
+
+def test_credentials_that_were_renewed_are_read_again(
+    expiring: objects.FsspecStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of("memory://bucket/renewed")
+    for valid in ("first", "second", "third"):
+        monkeypatch.setattr(Expiring, "valid", valid)
+        assert expiring.read(place) == b"data"
+
+
+@pytest.mark.parametrize(
+    ("reason", "cure"),
+    [
+        ("The provided token has expired.", "give credentials"),
+        ("The difference between the request time and the current time is too large.", "set the clock of this machine"),
+    ],
+)
+def test_a_refusal_names_its_cure(
+    expiring: objects.FsspecStorage, monkeypatch: pytest.MonkeyPatch, reason: str, cure: str
+) -> None:
+    monkeypatch.setattr(Expiring, "valid", "none")
+    monkeypatch.setattr(Expiring, "reason", reason)
+    with pytest.raises(PermissionError, match=cure):
+        expiring.read(place_of("memory://bucket/refused"))
 
 
 def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tmp_path: Path) -> None:

@@ -340,6 +340,7 @@ class FsspecStorage(ObjectStorage):
         Raises:
             OSError: it failed for good, or again and again; in words, and with the place.
         """
+        is_renewed = False
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return action(_store(self.scheme, os.getpid()))
@@ -347,6 +348,10 @@ class FsspecStorage(ObjectStorage):
                 raise  # of the data, not of the store
             except Exception as error:  # stores raise what their libraries do
                 failure = _in_words(error, path, self.scheme, is_put=is_put)
+                if isinstance(failure, PermissionError) and not is_renewed:
+                    is_renewed = True
+                    _store.cache_clear()  # its credentials may have expired, and been renewed where they came from
+                    continue
                 if isinstance(failure, _FINAL) or attempt == _ATTEMPTS:
                     raise failure from error
             pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
@@ -359,7 +364,7 @@ def _store(scheme: str, process: int) -> Any:
     """A process has its own, and none remembers listings: other processes write there."""
     import fsspec
 
-    return fsspec.filesystem(scheme, use_listings_cache=False)
+    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
 
 def _create_option(store: Any) -> dict[str, Any] | None:
@@ -392,6 +397,9 @@ def _in_words(error: Exception, path: Place, scheme: str, *, is_put: bool) -> OS
     if isinstance(error, FileNotFoundError):
         sentence = "there is no such bucket: make it first, or correct the URL" if is_put else "there is no such object"
         return FileNotFoundError(errno.ENOENT, sentence, str(path))
+    if "time is too large" in reason:
+        sentence = f"access was refused ({reason}): set the clock of this machine"
+        return PermissionError(errno.EACCES, sentence, str(path))
     if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {reason}".lower():
         sentence = f"access was refused ({reason}): give credentials in the ways of {PACKAGES.get(scheme, 'fsspec')}"
         example = ", such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if scheme == "s3" else ""
