@@ -55,12 +55,17 @@ from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively, 
 from moe_lightning.errors import CheckpointError
 
 
-def complaint_of(error: OSError | CheckpointError, root: Place) -> str:
+def complaint_of(error: Exception, root: Place) -> str:
     """Return the reason why an attempt to write a checkpoint failed, in one sentence."""
-    if isinstance(error, OSError):
-        where = error.filename or root
-        return f"writing a checkpoint to {where} failed ({error.strerror or error}): the last one is untouched"
-    return str(error)
+    if isinstance(error, CheckpointError):
+        return str(error)
+    where, reason = getattr(error, "filename", None) or root, getattr(error, "strerror", None) or str(error)
+    return f"writing a checkpoint to {where} failed ({reason or type(error).__name__}): the last one is untouched"
+
+
+def _log(text: object) -> None:
+    with contextlib.suppress(OSError):  # the log lies with the arenas, in memory that may be full
+        print(text, flush=True)
 
 
 def record_root(lock: IO[str], root: Place, identity: str | None) -> None:
@@ -299,14 +304,14 @@ class Agent:
             if self._job is not None:
                 self._end_job_if_void(self._job)
             return written
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, RuntimeError, MemoryError) as error:  # also if no thread can be started
             # A newer world takes directories away, which shows in many ways.
             is_own = not isinstance(error, Elsewhere)
             with contextlib.suppress(OSError):  # a storage that is away cannot be asked
                 if is_own and self._job is not None and self._is_fenced(self._job.world):
                     return True
             # Storage may recover; a snapshot that makes no complete checkpoint stays as it is.
-            keep = isinstance(error, OSError) or self._backoff.failures < _LAST_ATTEMPTS
+            keep = not isinstance(error, CheckpointError) or self._backoff.failures < _LAST_ATTEMPTS
             self._fail(complaint_of(error, self.root), keep=keep, withdraw=is_own)
             return True
 
@@ -314,7 +319,7 @@ class Agent:
         """Read a little of what checkpoints carry over, and report damage; False where nothing is left to be read."""
         has_read = self._verifier.work()
         for problem in self._verifier.problems[self.status.damaged :]:
-            print(problem, flush=True)
+            _log(problem)
             self._report(replace(self.status, damage=problem, damaged=len(self._verifier.problems)))
         return has_read
 
@@ -333,7 +338,7 @@ class Agent:
                     continue  # being replaced: the next round sees the new one
                 except CheckpointError as error:
                     if path not in self._damaged:
-                        print(f"{error} (its snapshots are passed over)", flush=True)
+                        _log(f"{error} (its snapshots are passed over)")
                     self._damaged.add(path)
         for arena in self._arenas.values():
             if arena.state.writing is not None and not arena.writer_alive:
@@ -434,7 +439,7 @@ class Agent:
         except (OSError, CheckpointError) as error:
             where = getattr(error, "filename", None) or self.root
             reason = error.strerror if isinstance(error, OSError) else error
-            print(f"what is old could not be deleted or read again at {where}: {reason}", flush=True)
+            _log(f"what is old could not be deleted or read again at {where}: {reason}")
 
     def _end_job_if_void(self, job: Job) -> None:
         """End the job if parts are missing that cannot come any more (checked every 0.2 s, as it reads tables)."""
@@ -467,7 +472,7 @@ class Agent:
             if self._job is not None:
                 self._end_job(success=False, keep=False)
             if self.status.error != str(error):
-                print(error, flush=True)
+                _log(error)
                 self._report(replace(self.status, error=str(error)))
             return True
         return False
@@ -504,7 +509,7 @@ class Agent:
         try:
             write_durably(self.arenas_path / STATUS, json.dumps(vars(status)).encode())
         except OSError as error:
-            print(f"the agent cannot report to {self.arenas_path} ({error.strerror}): {status}", file=sys.stderr)
+            _log(f"the agent cannot report to {self.arenas_path} ({error.strerror}): {status}")
 
     def _leave(self) -> int:
         """Release memory unless it holds snapshots that storage lacks. The request to stop stays until a session asks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -28,6 +29,8 @@ _POLL_S = 0.01
 _RECORD_S = 1.0
 LEAVE_S = 30.0
 """An agent that has nothing to write may still be reading carried files or deleting old checkpoints."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +142,15 @@ class AgentHandle:
         self.ensure()
 
     def ensure(self) -> None:
-        """Start an agent where none serves."""
+        """Start an agent where none serves, with a warning if the one that was started here has failed."""
         if not self.runs:
+            if self._process is not None and (code := self._process.returncode):
+                how = (
+                    f"was killed by signal {-code}, perhaps for lack of memory"
+                    if code < 0
+                    else f"failed with code {code}"
+                )
+                logger.warning("the agent of %s %s: another one is started; see %s there", self._arenas, how, LOG)
             self._process = start_agent(self._arenas, self._root, **self._options)
 
     def wait_for_end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import random
 import time
@@ -76,6 +77,32 @@ class Nodes:
 def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_HOPE_S", 0.0)
     monkeypatch.setattr(agreement, "_PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_an_agent_that_lacks_threads_or_memory_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Also if its log, which lies in the same memory, takes no line."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    nodes = Nodes(tmp_path, [1])
+    nodes.snapshot(0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(agents, "write_part", full)
+        patch.setattr(agents, "write_durably", full)
+        patch.setattr("builtins.print", full)
+        nodes.serve(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(agents.ThreadPoolExecutor, "map", lambda *_: (_ for _ in ()).throw(error))
+        nodes.serve(0)
+    assert f"failed ({str(error) or 'MemoryError'}): the last one is untouched" in str(nodes.agents[0].status.error)
+    nodes.serve(0, 3)
+    assert nodes.agents[0].status.error is None
+    assert nodes.committed == 1
+    nodes.close()
 
 
 @pytest.mark.parametrize("seed", [*range(3), *map(slow, range(3, 10)), *map(soak, range(10, 50))])

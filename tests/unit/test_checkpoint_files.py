@@ -191,6 +191,17 @@ def test_an_agent_that_serves_on_is_not_waited_for(tmp_path: Path, monkeypatch: 
         handle.wait_for_end()
 
 
+def test_an_agent_that_was_killed_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handle = AgentHandle(tmp_path, tmp_path)
+    for _ in range(2):
+        handle.ensure()
+        assert handle._process is not None
+        handle._process.kill()
+        handle._process.wait()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"the agent of {tmp_path} was killed by signal 9, perhaps for lack of memory" in caplog.text
+
+
 def fit(folder: Path, steps: int, **options: Any) -> pl.Trainer:
     trainer = make_trainer(
         0,
