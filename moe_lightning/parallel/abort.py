@@ -155,20 +155,25 @@ class GroupAborter:
         if self.is_aborted:
             self._abort_groups()
 
-    def confirm(self, exchange: Callable[[object], list[object]]) -> None:
+    def confirm(self, exchange: Callable[[object], list[object]]) -> int:
         """Drop connections that another thread opened meanwhile: keep those whose two ends another rank also reports.
+        Return the number of ranks that report any of them.
 
         Args:
             exchange: an all-gather of plain JSON values among the ranks; called once, by every rank.
         """
         token = secrets.token_hex(8)
         mine = [[list(c.local), list(c.peer)] for c in self.connections]
-        theirs = set()
+        awaited = {(c.peer, c.local) for c in self.connections}
+        found: list[set[tuple[Address, Address]]] = []
         for report in exchange({"token": token, "connections": mine}):
             if isinstance(report, dict) and report.get("token") != token:
-                theirs |= {(_address(local), _address(peer)) for local, peer in report.get("connections", [])}
+                theirs = {(_address(local), _address(peer)) for local, peer in report.get("connections", [])}
+                found.append(awaited & theirs)
+        confirmed = set().union(*found)
         with self._lock:
-            self.connections = frozenset(c for c in self.connections if (c.peer, c.local) in theirs)
+            self.connections = frozenset(c for c in self.connections if (c.peer, c.local) in confirmed)
+        return sum(map(bool, found))
 
     def abort(self) -> None:
         """Shut the connections down and abort the groups that were added; safe to call often and from any thread."""
@@ -302,7 +307,7 @@ def reject_unknown_connections(connections: Collection[Connection]) -> int:
     Returns:
         Number of listeners with a filter; 0 where unsupported, or if groups connect only when they are used.
     """
-    if sys.platform != "linux" or os.environ.get(_LAZY, "0").lower() not in ("", "0", "false", "n", "no", "off"):
+    if sys.platform != "linux" or _connects_lazily():
         return 0
     ours = {connection.descriptor for connection in connections}
     closed = 0
@@ -319,6 +324,10 @@ def reject_unknown_connections(connections: Collection[Connection]) -> int:
                     with suppress(OSError):  # it has ended by itself
                         found.shutdown(socket.SHUT_RDWR)
     return closed
+
+
+def _connects_lazily() -> bool:
+    return os.environ.get(_LAZY, "0").lower() not in ("", "0", "false", "n", "no", "off")
 
 
 def _watched_together() -> Iterator[set[int]]:
@@ -428,9 +437,17 @@ def build_world(
     aborter.tune()
     for group in world.all_groups:
         private_torch.set_group_timeout(group, timeout)
-    aborter.add_groups([group for group in world.all_groups if is_silent(group, device)], device)
-    aborter.confirm(lambda value: all_gather_json(value, world))
-    reject_unknown_connections(aborter.connections)
+    silent = [group for group in world.all_groups if is_silent(group, device)]
+    aborter.add_groups(silent, device)
+    connected = aborter.confirm(lambda value: all_gather_json(value, world))
+    if connected == size - 1 or silent:
+        reject_unknown_connections(aborter.connections)
+    elif rank == 0 and not _connects_lazily():
+        logger.warning(
+            "connections to %d of %d other ranks pass a proxy, so that a lost rank takes others with it: leave the "
+            'pods of the run out of the service mesh (label sidecar.istio.io/inject: "false")',
+            *(size - 1 - connected, size - 1),
+        )
     check_versions(world, recovers=True)
     return world
 
