@@ -212,6 +212,21 @@ def test_what_cannot_be_put_on_a_condition_is_not_put_without(monkeypatch: pytes
     assert Flaky.store == {}
 
 
+def test_ranks_that_begin_together_write_to_no_common_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, root = objects.FsspecStorage("memory"), place_of("memory://bucket/together")
+    staging, written = root / "step-00000001-w1-1", []
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "put", lambda path, data: written.append(path))
+        for _ in range(8):
+            storage.begin(staging)
+    assert len(set(written)) == 8
+    for path in written:
+        storage.put(path, b"")
+    assert storage.is_dir(staging)
+    storage.commit(staging, staging, b"m" * 100, [], lambda: None)
+    assert storage.names(staging) == [MANIFEST]
+
+
 class Expiring(MemoryFileSystem):
     """Reads its credentials when it is made."""
 

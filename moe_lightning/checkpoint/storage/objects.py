@@ -1,7 +1,8 @@
 """Checkpoints in object stores, through fsspec (S3, GCS, Azure and others).
 
     ROOT/step-00000120-w5-SESSION/    a checkpoint, from its first part on; one session's step has one name
-        .begun                        makes the attempt visible to newer worlds in the store's listing
+        .begun.*                      makes the attempt visible to newer worlds in the store's listing; one for each
+                                      rank, since a store may take one write a second to a name
         part-RANK.json, *.distcp      parts being written; an attempt's data files have names that no other attempt uses
         MANIFEST.json                 the commit: put only if there is none
 
@@ -171,7 +172,7 @@ class ObjectStorage(ABC):
         return (int(match[2]), match[3], int(match[1])) if match else None
 
     def begin(self, staging: Place) -> None:
-        self.put(staging / _BEGUN, b"")
+        self.put(staging / f"{_BEGUN}{self.attempt()}", b"")
 
     @contextlib.contextmanager
     def held(self, staging: Place) -> Generator[Place, None, None]:
@@ -234,7 +235,7 @@ class ObjectStorage(ABC):
     def _clear(self, directory: Place, *, but: Collection[str] = ()) -> None:
         """Delete what saves write, but no manifest."""
         for name in self.names(directory):
-            if (name == _BEGUN or is_written_by_saves(name)) and name != MANIFEST and name not in but:
+            if (name.startswith(_BEGUN) or is_written_by_saves(name)) and name != MANIFEST and name not in but:
                 self.delete(directory / name)
 
 
