@@ -348,6 +348,15 @@ class JsonlKeys(TypedDict, total=False):
 
 class MlflowKeys(TypedDict, total=False):
     tracking_uri: str | None
+    experiment_name: str
+    run_name: str | None
+    tags: Mapping[str, Any] | None
+    save_dir: str | None
+    log_model: Literal[True, False, "all"]
+    prefix: str
+    artifact_location: str | None
+    run_id: str | None
+    synchronous: bool | None
 
 class OpentelemetryKeys(TypedDict, total=False):
     run: str
