@@ -282,9 +282,6 @@ def add_options(keys: Keys, name: str, cls: type) -> None:
     keys.setdefault(name, {})
     nested = dict(nested_options(cls))
     for option, parameter in inspect.signature(cls).parameters.items():
-        base = cls.mro()[1]
-        if parameter.kind is parameter.VAR_KEYWORD and base.__module__.startswith("lightning.pytorch.loggers"):
-            add_options(keys, name, base)  # which it passes them to
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or option not in hints_of(cls):
             continue
         if option in nested:

@@ -158,12 +158,33 @@ class MLflow(MLFlowLogger):
 
     Args:
         tracking_uri: of the server or database; None: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db.
-        options: passed to MLFlowLogger.
+        experiment_name, run_name, tags, log_model, prefix, artifact_location, run_id, synchronous: as in MLFlowLogger.
     """
 
-    def __init__(self, *, tracking_uri: str | None = None, **options: Any) -> None:
-        address = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-        super().__init__(tracking_uri=address, **options)
+    def __init__(
+        self,
+        *,
+        tracking_uri: str | None = None,
+        experiment_name: str = "moe-lightning",
+        run_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        log_model: bool | Literal["all"] = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        super().__init__(
+            experiment_name=experiment_name,
+            run_name=run_name,
+            tracking_uri=tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db",
+            tags=None if tags is None else dict(tags),
+            log_model=log_model,
+            prefix=prefix,
+            artifact_location=artifact_location,
+            run_id=run_id,
+            synchronous=synchronous,
+        )
 
 
 @validated

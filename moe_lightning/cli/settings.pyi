@@ -351,8 +351,7 @@ class MlflowKeys(TypedDict, total=False):
     experiment_name: str
     run_name: str | None
     tags: Mapping[str, Any] | None
-    save_dir: str | None
-    log_model: Literal[True, False, "all"]
+    log_model: bool | Literal["all"]
     prefix: str
     artifact_location: str | None
     run_id: str | None

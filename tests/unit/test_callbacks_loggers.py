@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 
 from moe_lightning.callbacks import loggers
 from moe_lightning.callbacks.loggers import CSV, TensorBoard
-from moe_lightning.cli.composition import build_object
+from moe_lightning.cli.composition import build_object, check_arguments
 from moe_lightning.errors import ConfigurationError
 from tests.unit.test_cli_validation import composed
 
@@ -31,6 +31,13 @@ def test_the_address_of_mlflow_is_in_no_configuration(monkeypatch: pytest.Monkey
     assert given["tracking_uri"] == address
     build_object(node | {"tracking_uri": "sqlite:///other.db"}, "logger.mlflow")
     assert given["tracking_uri"] == "sqlite:///other.db"
+
+
+@pytest.mark.parametrize(("option", "value"), [("experimnt_name", "x"), ("synchronous", "nope"), ("run_name", 3)])
+def test_wrong_options_of_mlflow_are_refused(option: str, value: object) -> None:
+    node = composed("logger=mlflow")["logger"]["mlflow"] | {option: value}
+    with pytest.raises(ConfigurationError, match=option):
+        check_arguments(node, "logger.mlflow")
 
 
 @pytest.mark.parametrize("kind", [CSV, TensorBoard])
