@@ -50,6 +50,8 @@ def run(options: Options) -> int:
     if not pictures:
         raise ConfigurationError(f"{options.run} logged nothing to draw: train with callbacks=load_balancer or so")
     out = options.out or (options.run.parent if options.run.is_file() else options.run) / "pictures"
+    if options.out is None and out.is_symlink():
+        raise ConfigurationError(f"{out} is a link, which a run of others may have set: give --out FOLDER")
     out.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         replace_text(out / f"{name}.svg", svg(picture))  # not through a link that the run has there
