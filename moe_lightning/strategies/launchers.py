@@ -41,7 +41,7 @@ class PrivateLauncher(SubprocessLauncher):
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
+        self.strategy = strategy
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +52,8 @@ class PrivateLauncher(SubprocessLauncher):
         try:
             return super().launch(function, *args, **kwargs)
         except BaseException as error:
-            self._strategy.failed(error)  # before the Trainer's hooks for exceptions
-            shown = self._strategy.explained(error) if isinstance(error, Exception) else error
+            self.strategy.failed(error)  # before the Trainer's hooks for exceptions
+            shown = self.strategy.explained(error) if isinstance(error, Exception) else error
             if shown is error:
                 raise
             raise shown from None
