@@ -70,7 +70,7 @@ class WorkerLauncher(WorkersLauncher):
 
     def __init__(self, strategy: Any, start_method: Any) -> None:
         super().__init__(strategy, start_method)
-        self.strategy = strategy
+        self.strategy, self.forks = strategy, start_method == "fork"
         self._meeting: str | None = None
 
     @override
@@ -84,7 +84,7 @@ class WorkerLauncher(WorkersLauncher):
 
     @override
     def begin(self) -> None:
-        if self._start_method == "fork":  # threads of OpenMP that the starting process has used do not exist here
+        if self.forks:  # threads of OpenMP that the starting process has used do not exist here
             os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning sets more
             torch.set_num_threads(1)
         if self._meeting is not None:  # a forkserver has the environment of its first launch
