@@ -28,15 +28,16 @@ START_AGENT = agent_handle.start_agent
 
 
 def fork_agent(
-    arenas: Path, root: Path, *, gate: Path | None = None, keep_last: int = 2, poll_s: float = 0.01
+    arenas: Path, root: Path, *, gate: Path | None = None, keep_last: int | None = 2, poll_s: float = 0.01
 ) -> BaseProcess:
     """Start the agent of a node.
 
     Args:
         gate: a file that must exist before it does anything; None: nothing holds it back.
+        keep_last: checkpoints; None: what the agent keeps where nobody says how many.
     """
     gate_name = str(gate) if gate is not None else None
-    options = [f"--poll-s={poll_s}", f"--keep-last={keep_last}"]
+    options = [f"--poll-s={poll_s}", *([] if keep_last is None else [f"--keep-last={keep_last}"])]
     return fork(_agent_main, str(arenas), str(root), gate_name, options, daemon=True)
 
 

@@ -541,7 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arenas", type=Path, required=True)
     parser.add_argument("--checkpoints", type=place_of, required=True)
     parser.add_argument("--identity", help="of the directory of checkpoints; default: of what is there")
-    parser.add_argument("--keep-last", type=int, default=argparse.SUPPRESS)
+    parser.add_argument("--keep-last", type=int, default=sys.maxsize, help="checkpoints to keep; default: all")
     for name in ("poll-s", "grace-s", "retry-s", "commit-timeout-s"):
         parser.add_argument(f"--{name}", type=float, default=argparse.SUPPRESS)
     options: dict[str, Any] = vars(parser.parse_args(argv))

@@ -36,9 +36,11 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def abandoned(room: Path, name: str = "dead", root: str = "/data/run/checkpoints") -> Path:
-    """Arenas of two ranks that died with a snapshot that was never written."""
-    made = Node(room / f"base-{name}")
+def abandoned(room: Path, name: str = "dead", root: str = "/data/run/checkpoints", saved: tuple[int, ...] = ()) -> Path:
+    """Arenas of two ranks that died with a snapshot that was never written, after checkpoints of the steps `saved`."""
+    made = Node(room / f"base-{name}", root=Path(root), keep_last=10)
+    for step in saved:
+        made.save(step)
     made.snapshot(7)
     made.close()
     arenas = room / f"moe-lightning-{name}"
@@ -74,19 +76,19 @@ def test_orphans_are_listed_and_deleted_only_with_yes(room: Path, capsys: pytest
 def test_what_was_never_written_is_written_by_the_command_that_is_named(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not by the run, whose new world makes it void."""
+    """Not by the run, whose new world makes it void. It deletes no checkpoint: the run may keep any number."""
     root = room / "base-dead" / "my checkpoints"
-    arenas = abandoned(room, root=str(root))
+    arenas = abandoned(room, root=str(root), saved=(1, 2, 3))
     assert main(["clean"]) == 0
     command = re.search(r"python -m moe_lightning\.checkpoint\.agent .*", capsys.readouterr().out)
     assert command is not None
     *_, first, served, second, written = shlex.split(command[0])
     assert (first, Path(served), second, Path(written)) == ("--arenas", arenas, "--checkpoints", root)
-    agent = fork_agent(Path(served), Path(written))
-    wait_until(lambda: bool(checkpoints(root)), "it was not written")
+    agent = fork_agent(Path(served), Path(written), keep_last=None)
+    wait_until(lambda: any(path.name == "step-00000007" for path, _ in checkpoints(root)), "it was not written")
     request_stop(arenas)
     agent.join()
-    assert [path.name for path, _ in checkpoints(root)] == ["step-00000007"]
+    assert [path.name for path, _ in checkpoints(root)] == [f"step-{step:08}" for step in (7, 3, 2, 1)]
 
 
 def test_what_lives_or_belongs_to_others_is_left_alone(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
