@@ -349,6 +349,16 @@ def test_the_balance_loss_has_the_weight_of_the_checkpoint(name: str, layers: in
         assert layer.router.config.aux_loss_coef == 0.3
 
 
+def test_a_weight_that_the_user_sets_is_taken_however_large(tmp_path: Path) -> None:
+    make_checkpoint("gpt_oss", tmp_path, router_aux_loss_coef=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module = load(tmp_path, overrides={"router_aux_loss_coef": 0.2})
+    layers = module.architecture.layers.values()
+    for layer in layers:
+        assert layer.router.config.aux_loss_coef == pytest.approx(0.2 * layer.router.config.top_k / len(layers))
+
+
 @pytest.mark.parametrize(("given", "taken"), [(None, 0.0), (0.001, 0.001), (0.0, 0.0)])
 def test_a_weight_that_would_outweigh_the_loss_is_left_out(given: float | None, taken: float, tmp_path: Path) -> None:
     """As GPT-OSS has it, whose makers and transformers do not use it."""

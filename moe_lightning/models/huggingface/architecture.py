@@ -170,13 +170,16 @@ class SparseArchitecture(Architecture):
     Args:
         config: a transformers configuration of one of the `FAMILIES`.
         router: training options of the routers; None values leave them as they are.
+        is_balance_chosen: router_aux_loss_coef was set for this training, so it is taken over however large it is.
 
     Raises:
         ConfigurationError: an option that would change what the pretrained router computes, or that its checkpoints
             have no room for.
     """
 
-    def __init__(self, config: Any, router: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Any, router: Mapping[str, Any] | None = None, *, is_balance_chosen: bool = False
+    ) -> None:
         super().__init__(config)
         self.family = FAMILIES[config.model_type]
         self.reader = self.family.layout
@@ -198,7 +201,7 @@ class SparseArchitecture(Architecture):
         self._balance: float | None = None
         if "aux_loss_coef" not in options:
             theirs = getattr(config, "router_aux_loss_coef", None) or 0.0
-            if theirs > _MOST_BALANCE:
+            if theirs > _MOST_BALANCE and not is_balance_chosen:
                 self.unused_balance, theirs = theirs, 0.0
             self._balance = theirs
 

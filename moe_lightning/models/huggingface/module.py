@@ -124,7 +124,7 @@ class HuggingFaceConfig:
         router: options of `RouterConfig` for the routers of a pretrained MoE: those that do not change the trained
             function. None: as in the checkpoint, whose router_aux_loss_coef is brought to the scale of our loss; one
             without it, such as DeepSeek's, or with more than 0.1, such as GPT-OSS, is trained without a loss for
-            balance.
+            balance, unless `overrides` set it.
         overrides: values to set in the checkpoint's configuration, such as dropout probabilities. nn.Dropout gives up
             the same loss on any number of ranks, so set them to 0 where that matters.
         gradient_checkpointing: recompute layers in the backward pass instead of keeping their activations.
@@ -194,7 +194,7 @@ class HuggingFaceConfig:
             )
         if self.upcycling is not None:
             return UpcycledArchitecture(config, self.upcycling)
-        return SparseArchitecture(config, self.router)
+        return SparseArchitecture(config, self.router, is_balance_chosen="router_aux_loss_coef" in self.overrides)
 
 
 class HuggingFaceModule(SupervisedModule):
