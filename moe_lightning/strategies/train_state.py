@@ -301,10 +301,24 @@ class TrainState:
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Generator[Callable[[], None], None, None]:
-        """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`."""
+        """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`.
+
+        Raises:
+            ConfigurationError: of that call, where an optimizer computes its gradients anew after it has changed
+                parameters, of which this rank has a share.
+        """
+        has_begun = False
         with self.shards.whole_groups(), ExitStack() as entered:
 
             def begin() -> None:
+                nonlocal has_begun
+                if has_begun and (self.shards.shares_optimizers or self.parts.is_in_rows):
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} calls its closure more than once in a step, between which ranks "
+                        f"would exchange parameters, and dense={self.shards.kind} exchanges them after a step: use "
+                        "dense=ddp, or an optimizer that calls it once"
+                    )
+                has_begun = True
                 entered.enter_context(self.shards.own_groups())
                 entered.enter_context(self.averaging.hidden(optimizer))
                 entered.enter_context(self.updates.around(optimizer, self.experts.stack_of))

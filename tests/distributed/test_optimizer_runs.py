@@ -127,3 +127,38 @@ def test_matrices_that_are_cut_are_refused(name: str, strategy: dict[str, Any], 
     updates = f"{name.title()} updates the rows of a parameter by what is in other rows, and {said}"
     with pytest.raises(RankFailure, match=updates):
         run_pooled(2, fit, name, strategy)
+
+
+class TwoLooks(torch.optim.SGD):
+    """Takes the gradient again a step ahead, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+        return loss
+
+
+class OfTwoLooks(GPTModule):
+    def configure_optimizers(self) -> Any:
+        return TwoLooks(self.parameters(), lr=0.1)
+
+
+def losses_of_two_looks(rank: int, world_size: int, dense: str) -> list[float]:
+    recorder = Recorder()
+    trainer = make_trainer(rank, world_size, {"dense": dense}, max_steps=4, callbacks=[recorder])
+    trainer.fit(OfTwoLooks(TINY, OptimizerConfig()), DataLoader(RandomTokens(96), batch_size=12))
+    return recorder.losses
+
+
+def test_an_optimizer_may_take_gradients_twice_where_ranks_have_all_parameters() -> None:
+    [alone] = run_pooled(1, losses_of_two_looks, "ddp")
+    assert run_pooled(2, losses_of_two_looks, "ddp") == [pytest.approx(alone, abs=1e-5)] * 2
+
+
+@pytest.mark.parametrize("dense", ["zero1", "fsdp"])
+def test_an_optimizer_that_takes_gradients_twice_is_refused_where_ranks_share(dense: str) -> None:
+    with pytest.raises(RankFailure, match=f"TwoLooks calls its closure more than once .* dense={dense}"):
+        run_pooled(2, losses_of_two_looks, dense)
