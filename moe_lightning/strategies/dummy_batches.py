@@ -60,7 +60,9 @@ def without_traces(module: pl.LightningModule) -> Generator[list[str], None, Non
     seen = {id(metric) for metric in _reduced(trainer)}
     yield changed
     changed += [
-        f"{type(part).__name__}.{name}" for part, name, value in numbers if vars(part).get(name, value) != value
+        f"{type(part).__name__}.{name}"
+        for part, name, value in numbers
+        if (now := vars(part).get(name, value)) is not value and isinstance(now, int | float) and now != value
     ]
     graphs = [] if module.automatic_optimization else [(part, _with_graph(part)) for part in parts]
     for undo in (*own, *before):

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.strategies.dummy_batches import without_traces
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer
 
@@ -132,6 +134,17 @@ def test_a_counter_of_steps_that_stays_behind_is_a_warning() -> None:
             "StepCounting.num_steps stays as it was on a rank without a sample of the last batch, since it may count "
             "samples: if it counts steps, use self.trainer.global_step or batch_idx, or drop_last=True"
         ]
+
+
+def test_numbers_that_become_arrays_or_are_nan_are_restored_without_a_warning() -> None:
+    trainer, module = pl.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False), Counting()
+    module.trainer = trainer
+    values = vars(module)
+    values |= {"of_classes": 0, "tensors": 0, "best": float("nan"), "steps": 0}
+    with without_traces(module) as changed:
+        values |= {"of_classes": np.zeros(3), "tensors": torch.zeros(3), "steps": 1}
+    assert changed == ["Counting.steps"]
+    assert (values["of_classes"], values["tensors"], values["steps"]) == (0, 0, 0)
 
 
 class Texts(OwnModule):
