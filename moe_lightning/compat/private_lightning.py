@@ -696,7 +696,16 @@ def hooks_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what the hooks of the module and of the data module save, in a checkpoint without weights, where the
     module loads any of it. Public names save it with all weights only.
     """
-    saved: dict[str, Any] = {"state_dict": {}, "optimizer_states": []}
+    saved: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": pl.__version__,  # type: ignore[attr-defined]
+        "state_dict": {},
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        "callbacks": callback_states(trainer),
+        "optimizer_states": [{} for _ in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
     data = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and (state := data.state_dict()):
         saved[type(data).__qualname__] = state

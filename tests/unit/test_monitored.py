@@ -22,6 +22,7 @@ class Annealed(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["factor"] = self.factor
+        checkpoint["saved_at"] = checkpoint["epoch"], checkpoint["global_step"], len(checkpoint["optimizer_states"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.factor = checkpoint["factor"]
