@@ -90,7 +90,8 @@ class ShadowTransfers:
         Raises:
             ConfigurationError: shadows would compute with weights that were rounded to a narrower one.
         """
-        if computed_in.itemsize > self._step.dtype.itemsize:
+        widest = max(parameter.dtype.itemsize for parameter in self._parameters.values())
+        if min(computed_in.itemsize, widest) > self._step.dtype.itemsize:
             computed, sent = (str(dtype).removeprefix("torch.") for dtype in (computed_in, self._step.dtype))
             raise ConfigurationError(
                 f"experts compute in {computed}, but weights of shadow experts travel in {sent}: call the MoE layer "

@@ -288,3 +288,12 @@ def test_shadows_with_rounded_weights_compute_in_their_precision_only() -> None:
             pytest.raises(ConfigurationError, match="compute in float32, but weights of shadow experts travel in bfl"),
         ):
             layer(x)
+
+
+def test_shadows_of_narrow_weights_compute_in_any_precision() -> None:
+    """They are not rounded on their way."""
+    layer = MoELayer(8, 8, num_experts=2).to(torch.bfloat16)
+    plan = ShadowPlan(shadows=np.zeros((2, 1), dtype=np.bool_), homes=np.zeros(2, dtype=np.int64))
+    step = StepShadowTransfers(World.single(), layer.experts.dtype)
+    layer.shadow_transfers = step.add_layer(layer.experts.stacked_parameters(), layer.experts.slot_experts, plan)
+    assert layer(torch.randn(5, 8)).isfinite().all()
