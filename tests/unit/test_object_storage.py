@@ -278,6 +278,13 @@ def test_a_refusal_names_its_cure(
         expiring.read(place_of("memory://bucket/refused"))
 
 
+def test_a_refusal_of_the_last_attempt_is_one(expiring: objects.FsspecStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_ATTEMPTS", 1)
+    monkeypatch.setattr(Expiring, "valid", "none")
+    with pytest.raises(PermissionError, match="memory://bucket/refused"):
+        expiring.read(place_of("memory://bucket/refused"))
+
+
 def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tmp_path: Path) -> None:
     storage = storage_of(root)
     with node(tmp_path, root=root, world=4) as old:

@@ -349,7 +349,7 @@ class FsspecStorage(ObjectStorage):
                 raise  # of the data, not of the store
             except Exception as error:  # stores raise what their libraries do
                 failure = _in_words(error, path, self.scheme, is_put=is_put)
-                if isinstance(failure, PermissionError) and not is_renewed:
+                if isinstance(failure, PermissionError) and not is_renewed and attempt < _ATTEMPTS:
                     is_renewed = True
                     _store.cache_clear()  # its credentials may have expired, and been renewed where they came from
                     continue
