@@ -166,6 +166,18 @@ def test_hooks_of_stacks_are_not_lost_without_a_word() -> None:
         experts.place([0, 1], CPU)
 
 
+def test_hooks_of_wandb_watch_are_no_reason_to_refuse() -> None:
+    experts = make()
+
+    def log_gradient(gradient: Tensor) -> None:
+        """It only reads."""
+
+    log_gradient.__module__ = "wandb.integration.torch.wandb_torch"
+    experts.w_up.register_hook(log_gradient)  # type: ignore[no-untyped-call]
+    experts.place([0, 1], CPU)
+    assert experts.slot_experts == (0, 1)
+
+
 def test_place_keeps_the_dtype() -> None:
     experts = make().to(torch.bfloat16)
     experts.place([3, 0], CPU)
