@@ -386,12 +386,12 @@ def verified_together(choose: Callable[[DamagesOf], T], world: World, peers: Seq
                 broadcast_object("", 0, world)
         else:
             while place := broadcast_object("", 0, world):
-                with suppress(CheckpointError):  # which rank 0 raises as well
-                    _all_damages(place_of(place), world, peers)
+                with suppress(CheckpointError, ConfigurationError):  # which rank 0 raises as well
+                    _all_damages(place, world, peers)
     return found
 
 
-def _all_damages(path: Place, world: World, peers: Sequence[int]) -> list[DamagedFile]:
+def _all_damages(path: str | Place, world: World, peers: Sequence[int]) -> list[DamagedFile]:
     """Return the damages of a checkpoint that some rank finds; collective.
 
     Raises:
@@ -399,7 +399,7 @@ def _all_damages(path: Place, world: World, peers: Sequence[int]) -> list[Damage
     """
     own: list[DamagedFile] = []
     with failing_together(world):
-        own += Checkpoint(path).damages(share=(peers.index(world.rank), len(peers)))
+        own += Checkpoint(place_of(path)).damages(share=(peers.index(world.rank), len(peers)))
     found: dict[str, set[str]] = {}
     for damages in all_gather_json([[damage.problem, sorted(damage.keys)] for damage in own], world):
         for problem, keys in damages:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed import distributed_c10d as c10d
 
 from moe_lightning import ExpertParallelStrategy
+from moe_lightning.checkpoint.loader import Checkpoint, DamagedFile
 from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, MissingCheckpointError
 from moe_lightning.parallel.collectives import (
     MAX_BYTES,
@@ -27,6 +28,7 @@ from moe_lightning.parallel.collectives import (
     failing_together,
 )
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
+from moe_lightning.strategies.checkpoints import verified_together
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.unit.test_codec import Weapon
@@ -55,6 +57,33 @@ def fail(rank: int, world_size: int) -> list[str]:
         except (ConfigurationError, CheckpointError) as caught:
             found.append(f"{type(caught).__name__}: {caught}")
     return found
+
+
+def verify(rank: int, world_size: int, folder: str) -> list[str]:
+    """Rank 1 cannot read a checkpoint, in two ways; then it can."""
+    world, found = connect(), []
+    for error in (ConfigurationError("no package"), CheckpointError("no file"), None):
+
+        def damages(self: Checkpoint, error: Exception | None = error, **_: Any) -> list[DamagedFile]:
+            if rank == 1 and error is not None:
+                raise error
+            return []
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoint, "damages", damages)
+            patch.setattr(Checkpoint, "__init__", lambda self, path: setattr(self, "path", path))
+            try:
+                verified_together(lambda damages_of: damages_of(Checkpoint(Path(folder))), world, range(world_size))
+                found.append("none")
+            except (ConfigurationError, CheckpointError) as caught:
+                found.append(f"{type(caught).__name__}: {caught}")
+    return found
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_of_all(tmp_path: Path) -> None:
+    for found in run_ranks(2, verify, str(tmp_path)):
+        assert [line.partition(":")[0] for line in found] == ["ConfigurationError", "CheckpointError", "none"]
+        assert "no package" in found[0]
 
 
 def test_all_ranks_raise_the_error_of_the_first_that_fails() -> None:
