@@ -524,7 +524,9 @@ class ExpertParallelStrategy(DDPStrategy):
         if self.options.has_comm_hook:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
         num_micros = max(factors_of(trainer))
-        if self.options.ddp.get("static_graph") and num_micros > 1 and self.world.size > 1:
+        is_fit, is_cut = trainer.state.fn == TrainerFn.FITTING, "shard" in self.world.groups
+        builds_ddp = is_fit and not is_cut and self._pipeline is None and self.world.size > 1
+        if builds_ddp and self.options.ddp.get("static_graph") and num_micros > 1:
             raise ConfigurationError(
                 f"static_graph=True fails in torch where gradients of {num_micros} batches are accumulated: drop it, "
                 "or use accumulate_grad_batches=1"

@@ -26,6 +26,11 @@ class Stream(IterableDataset[Any]):
         yield RandomTokens()[0]
 
 
+class Validated(OwnModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
 class UnlikeLayers(OwnModule):
     def __init__(self) -> None:
         super().__init__()
@@ -184,6 +189,16 @@ def test_wrong_runs_are_one_sentence_on_every_rank() -> None:
             assert kind == ConfigurationError.__name__, f"{expected}: {kind}: {message}"
             assert expected in message, f"{expected!r} is not in {message!r}"
             assert "\n" not in message
+
+
+def test_static_graph_is_refused_where_ddp_accumulates_only() -> None:
+    run_ranks(2, accumulate_without_ddp)
+
+
+def accumulate_without_ddp(rank: int, world_size: int) -> None:
+    options = {"max_steps": 1, "accumulate_grad_batches": 2}
+    make_trainer(rank, world_size, {"static_graph": True, "dense": "fsdp"}, **options).fit(OwnModule(), loader())
+    make_trainer(rank, world_size, {"static_graph": True}, **options).validate(Validated(), loader())
 
 
 def test_a_placement_file_is_read(tmp_path: Path) -> None:
