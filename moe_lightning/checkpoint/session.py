@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.agent_handle import LEAVE_S, AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.agreement import Agreement
@@ -102,8 +104,12 @@ class LateCheckpoint(CheckpointError):
     """
 
     def __init__(self, problem: str, cure: str) -> None:
-        super().__init__(f"{problem}{cure}")
+        super().__init__(problem, cure)  # what a copy in another process is made of
         self.problem = problem
+
+    @override
+    def __str__(self) -> str:
+        return "".join(self.args)
 
 
 class CheckpointSession:
