@@ -185,7 +185,8 @@ class LinkChecker:
         self._is_waiting = False
 
     def use(self, prober: Prober, now: float) -> None:
-        """Use this prober from now on."""
+        """Use this prober from now on. That nodes have answered the former one shows that UDP passes."""
+        prober.is_answered |= self.prober is not None and self.prober.is_answered
         self.prober = prober
         self._probing_since = None
         self._begin_greeting(now)
@@ -264,7 +265,7 @@ class LinkChecker:
             return
         self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
         is_over = now - self._greeting_since > self._silence_s
-        if is_over and not self.prober.is_answered:
+        if is_over and not self.prober.is_answered and self._is_first:
             logger.warning(
                 "no node answers UDP packets: allow UDP between the machines of the run, or a link that fails between "
                 "two of them is not recognized"

@@ -96,6 +96,26 @@ def test_where_udp_never_passes_no_link_is_dead(caplog: pytest.LogCaptureFixture
     prober.close()
 
 
+def test_one_process_of_a_node_says_that_udp_never_passes(caplog: pytest.LogCaptureFixture) -> None:
+    watch, prober = LinkChecker(SILENCE_S), Lossy(1.0, is_answered=False)
+    watch.use(prober, 0.0)
+    watch.enter({"b": prober.endpoint}, 0.0, is_first=False)
+    assert not any(watch.unreachable(1, tick * _TICK_S, is_connected=True) for tick in range(600))
+    assert not caplog.records
+    prober.close()
+
+
+def test_a_link_is_dead_for_a_prober_of_another_address_too(caplog: pytest.LogCaptureFixture) -> None:
+    watch, former, prober = LinkChecker(SILENCE_S), Lossy(0.0), Lossy(1.0, is_answered=False)
+    watch.use(former, 0.0)
+    watch.enter({"b": former.endpoint}, 0.0, is_first=True)
+    watch.use(prober, 0.0)
+    assert any(watch.unreachable(1, tick * _TICK_S, is_connected=True) for tick in range(100))
+    assert not caplog.records
+    former.close()
+    prober.close()
+
+
 @pytest.mark.parametrize("progress_per_tick", [0, 1])
 def test_a_link_that_dies_after_a_greeting_is_dead(progress_per_tick: int) -> None:
     watch, prober = LinkChecker(SILENCE_S), Lossy(0.5, is_answered=False)
