@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import _registry as registry
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
@@ -225,6 +226,22 @@ def test_ranks_that_begin_together_write_to_no_common_name(monkeypatch: pytest.M
     assert storage.is_dir(staging)
     storage.commit(staging, staging, b"m" * 100, [], lambda: None)
     assert storage.names(staging) == [MANIFEST]
+
+
+def test_large_buffers_are_uploaded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of fsspec copies what it gets at once, and some send it in one request."""
+    sizes, write = [], MemoryFile.write
+
+    def counted(self: MemoryFile, data: memoryview) -> int:
+        sizes.append(len(data))
+        return write(self, data)
+
+    monkeypatch.setattr(MemoryFile, "write", counted)
+    monkeypatch.setattr(objects, "_CHUNK_BYTES", 1000)
+    storage, place, data = objects.FsspecStorage("memory"), place_of("memory://bucket/chunks"), os.urandom(2500)
+    storage.write(place, [data[:2400], b"", data[2400:]])
+    assert sizes == [1000, 1000, 400, 100]
+    assert storage.read(place) == data
 
 
 class Expiring(MemoryFileSystem):

@@ -295,7 +295,9 @@ class FsspecStorage(ObjectStorage):
             file = store.open(str(path), "wb")
             try:
                 for buffer in data:
-                    nbytes += file.write(memoryview(buffer).cast("B"))
+                    whole = memoryview(buffer).cast("B")
+                    for start in range(0, len(whole), _CHUNK_BYTES):  # it copies what it gets at once
+                        nbytes += file.write(whole[start : start + _CHUNK_BYTES])
                 file.close()
             except BaseException:
                 _forget(file)
