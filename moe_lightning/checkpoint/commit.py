@@ -17,7 +17,6 @@ import os
 import pickle
 import re
 import struct
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -75,10 +74,11 @@ def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
     """The frame of tensors of a dtype and shape; empty for objects, which are stored as they are."""
     if dtype == OBJECT:
         return Frame(prefix=b"", suffix=b"")
-    # Memory that nobody touches is not taken, and data that are skipped are a hole of the file. A fake tensor would do
-    # as well, but importing torch's compiler for it takes an agent longer than its first checkpoint.
+    # Memory that nobody touches is not taken, and data that are skipped are a hole of the file, also in memory.
+    # A fake tensor would do as well, but importing torch's compiler for it takes an agent longer than its first
+    # checkpoint.
     outline = torch.empty(shape, dtype=DTYPES[dtype])
-    with tempfile.TemporaryFile() as file:
+    with open(os.memfd_create("frame"), "w+b") as file:
         with torch.serialization.skip_data():
             torch.save(outline, file)
         with zipfile.ZipFile(file) as archive:

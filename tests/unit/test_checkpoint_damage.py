@@ -370,6 +370,18 @@ def test_failing_storage_is_reported_and_survived(
         assert_holds(found.checkpoint, {0: 2, 1: 1, 2: 1, 3: 1})
 
 
+def test_no_temporary_folder_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    commit.frame_of.cache_clear()
+    with node(tmp_path) as made:
+        made.save(1)
+        assert made.agent.status.error is None
+    assert find_newest(tmp_path / "checkpoints").checkpoint.manifest.step == 1
+
+
 def test_a_vanished_directory_gets_a_full_checkpoint(tmp_path: Path) -> None:
     with node(tmp_path) as made:
         made.save(1)
