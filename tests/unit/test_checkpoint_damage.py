@@ -382,6 +382,23 @@ def test_no_temporary_folder_is_needed(tmp_path: Path, monkeypatch: pytest.Monke
     assert find_newest(tmp_path / "checkpoints").checkpoint.manifest.step == 1
 
 
+def test_file_systems_that_cannot_sync_a_directory_hold_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with node(tmp_path) as made:
+        made.save(1)
+        assert made.agent.status.error is None
+    assert find_newest(tmp_path / "checkpoints").checkpoint.manifest.step == 1
+
+
 def test_a_vanished_directory_gets_a_full_checkpoint(tmp_path: Path) -> None:
     with node(tmp_path) as made:
         made.save(1)
