@@ -230,6 +230,23 @@ def _updates_by_parameter(optimizer: Optimizer, group: dict[str, Any], parameter
     return torch.allclose(alone, beside, rtol=0, atol=0, equal_nan=True)
 
 
+def require_one_closure_call(optimizer: Optimizer, has_begun: bool, dense: str) -> None:
+    """Check that an optimizer of parameters that ranks share computes the gradients of a step once.
+
+    Args:
+        has_begun: this step's update has begun; gradients are computed again.
+        dense: the sharding.
+
+    Raises:
+        ConfigurationError: it calls its closure again.
+    """
+    if has_begun:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} calls its closure more than once in a step, but dense={dense} exchanges what "
+            "ranks update after the step only: use dense=ddp, or an optimizer that calls it once"
+        )
+
+
 def require_host_updates(optimizers: Sequence[Optimizer]) -> None:
     """Try every optimizer on a small parameter on the host that takes the place of another one.
 

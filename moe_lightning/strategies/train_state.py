@@ -42,6 +42,7 @@ from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memor
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import (
     require_host_updates,
+    require_one_closure_call,
     require_one_optimizer_each,
     require_own_sharding,
     require_updates_by_expert,
@@ -304,20 +305,15 @@ class TrainState:
         """From the call of what it yields to its end, the optimizer sees what it is to update: see `Updates.around`.
 
         Raises:
-            ConfigurationError: of that call, where an optimizer computes its gradients anew after it has changed
-                parameters, of which this rank has a share.
+            ConfigurationError: it is called again, and ranks share what is updated.
         """
         has_begun = False
         with self.shards.whole_groups(), ExitStack() as entered:
 
             def begin() -> None:
                 nonlocal has_begun
-                if has_begun and (self.shards.shares_optimizers or self.parts.is_in_rows):
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} calls its closure more than once in a step, between which ranks "
-                        f"would exchange parameters, and dense={self.shards.kind} exchanges them after a step: use "
-                        "dense=ddp, or an optimizer that calls it once"
-                    )
+                if self.shards.shares_optimizers or self.parts.is_in_rows:
+                    require_one_closure_call(optimizer, has_begun, self.shards.kind)
                 has_begun = True
                 entered.enter_context(self.shards.own_groups())
                 entered.enter_context(self.averaging.hidden(optimizer))
