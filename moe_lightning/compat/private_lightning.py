@@ -722,7 +722,7 @@ def load_hooks(trainer: pl.Trainer, saved: dict[str, Any]) -> None:
         data.load_state_dict(saved[type(data).__qualname__])
 
 
-MONITORED = "monitored"
+MONITORED = "monitored_values"
 """Key of what `monitored` returns."""
 
 _OF_SAVERS = {"_last_global_step_saved": 0, "_last_checkpoint_saved": "", "_defer_save_until_validation": False}
