@@ -544,11 +544,9 @@ def reads_its_own_way(io: CheckpointIO) -> bool:
 
 
 def is_directory_of_ours(path: Any) -> bool:
-    """Return True for a checkpoint directory, a directory of these, or a manifest that stands for one: no plugin reads
-    them.
-    """
+    """True for a checkpoint directory, a directory of these, or a manifest for one: no plugin reads them."""
     try:
         place = place_of(path)
-    except ConfigurationError:  # of a scheme that only the plugin knows
+        return place.name == MANIFEST or has_manifest(place) or bool(directories(place))
+    except (ConfigurationError, OSError):  # of a scheme or credentials that only the plugin knows
         return False
-    return place.name == MANIFEST or has_manifest(place) or bool(directories(place))

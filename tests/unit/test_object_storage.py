@@ -29,6 +29,7 @@ from moe_lightning.checkpoint.storage import objects, place_of, shared_place, st
 from moe_lightning.checkpoint.storage.interface import URL
 from moe_lightning.cli.saved_model import _of_step
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.strategies.checkpoints import is_directory_of_ours
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from tests.object_stores import BUCKET, FAULTS, Faults
 from tests.parameters import slow
@@ -300,6 +301,17 @@ def test_a_refusal_of_the_last_attempt_is_one(expiring: objects.FsspecStorage, m
     monkeypatch.setattr(Expiring, "valid", "none")
     with pytest.raises(PermissionError, match="memory://bucket/refused"):
         expiring.read(place_of("memory://bucket/refused"))
+
+
+def test_a_store_that_refuses_has_no_directory_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that loads from there may have credentials of its own."""
+
+    def refuse(*_: object, **options: object) -> None:
+        raise PermissionError("Access Denied")
+
+    for name in ("exists", "info", "ls", "cat_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, refuse)
+    assert not is_directory_of_ours("memory://bucket/of-a-plugin")
 
 
 def test_an_older_world_commits_nothing_once_a_newer_one_has_begun(root: URL, tmp_path: Path) -> None:
