@@ -303,11 +303,15 @@ def _make_room(directory: Path, sizes: Mapping[int, int]) -> None:
     if not unused or _free_bytes(directory) >= missing_bytes:
         return
     for path in unused:
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
+        try:
             arena = Arena(path)
             arena.delete()
             arena.close()
             del arena  # and its mapping
+        except DamagedArena:
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            continue
     deadline = time.monotonic() + _FREED_S
     while _free_bytes(directory) < missing_bytes and time.monotonic() < deadline:
         time.sleep(_POLL_S)

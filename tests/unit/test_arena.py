@@ -319,6 +319,17 @@ def test_arenas_of_a_world_of_other_ranks_give_their_memory_back(
     assert sorted(path.name for path in folder.glob("*.arena")) == [arena_path(folder, r).name for r in (0, 1, 9)]
 
 
+def test_damaged_arenas_of_other_ranks_are_deleted_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def free_bytes(room: Path) -> int:
+        return (3 << 20) - sum(path.stat().st_size for path in tmp_path.rglob("*.arena"))
+
+    monkeypatch.setattr(arena_module, "_free_bytes", free_bytes)
+    monkeypatch.setattr(arena_module, "_FREED_S", 0)
+    place = partial(arena_directory, "run", fallback=tmp_path / "none", memory=tmp_path)
+    arena_path(place(sizes={1: 2 << 20}), 1).write_bytes(bytes(2 << 20))
+    assert list(place(sizes={0: 2 << 20}).glob("*.arena")) == []
+
+
 def test_nodes_whose_arenas_lie_in_one_folder_have_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def name(nodes: tuple[int, ...], host: str, node: str = "") -> str:
         monkeypatch.setattr(socket, "gethostname", lambda: host)
