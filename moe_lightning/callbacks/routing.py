@@ -83,7 +83,7 @@ class RoutingRecorder(Callback):
                 "give them equally many"
             )
         self._running = None
-        self._begun, self._before = trainer.global_step, trainer.global_step - 1
+        self._begun, self._before = trainer.global_step, trainer.global_step - _steps_of_a_batch(trainer)
         shape = (len(layers), stages.num_ranks, experts.pop())
         if self._is_recording:
             self._go_on(trainer.global_step, shape)
@@ -151,6 +151,12 @@ class RoutingRecorder(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._path) as staged, open(staged, "wb") as file:
             np.savez_compressed(file, counts=counts.astype(dtype), iteration=iterations)
+
+
+def _steps_of_a_batch(trainer: pl.Trainer) -> int:
+    """Optimizer steps of each batch up to now: under manual optimization it may have several."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return max(1, trainer.global_step // max(1, int(batches.total.processed)))
 
 
 def _counts(layers: Sequence[MoELayer], stages: StageMap) -> NDArray[np.int64]:

@@ -22,11 +22,13 @@ from moe_lightning.strategies.stages import StageCut
 from tests.distributed.training import TINY
 
 
-def trainer_of(step: int, num_ranks: int) -> Any:
+def trainer_of(step: int, num_ranks: int, steps_of_a_batch: int = 1) -> Any:
+    total = SimpleNamespace(processed=step // steps_of_a_batch)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(total=total)))
     layers = [SimpleNamespace(num_experts=4)]
     stages = SimpleNamespace(layers=layers, num_ranks=num_ranks, own=list)
     strategy = SimpleNamespace(state=SimpleNamespace(stages=stages), worlds=SimpleNamespace(is_elastic=True))
-    return SimpleNamespace(global_step=step, strategy=strategy, is_global_zero=True)
+    return SimpleNamespace(global_step=step, strategy=strategy, is_global_zero=True, fit_loop=loop)
 
 
 def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
@@ -89,6 +91,23 @@ def test_a_sample_is_of_the_batches_between_two_updates(
         recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
     assert list(recorder._samples) == iterations
     assert all((sample == batches).all() for sample in recorder._samples.values())
+
+
+@pytest.mark.parametrize("resumed_at", [9, 12, 15])
+def test_a_resumed_run_has_the_samples_of_batches_with_several_steps(
+    monkeypatch: pytest.MonkeyPatch, resumed_at: int
+) -> None:
+    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
+    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
+    samples: list[int] = []
+    for steps in (range(0, resumed_at, 3), range(resumed_at, 30, 3)):
+        recorder, trainer, module = RoutingRecorder("r.npz"), trainer_of(steps[0], 2, steps_of_a_batch=3), Any
+        recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
+        for begun in steps:
+            trainer.global_step = begun + 3
+            recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+        samples += recorder._samples
+    assert samples == [1, 13, 22]
 
 
 def test_updates_past_lightning_are_steps_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
