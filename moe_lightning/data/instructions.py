@@ -954,11 +954,15 @@ class InstructionData(StepDataModule):
                     f"the chat template of {self.tokenizer} writes nothing behind an answer, so that answers never "
                     "learn to end: let it write the end token there, {{ eos_token }}"
                 )
-            elif self.end_of_text is None and self.tokenizer != "bytes":
+            elif self.end_of_text is None and self.tokenizer != "bytes" and not self._has_added_token(end):
                 rank_zero_warn(
                     f"{end!r}, which ends an answer, is no single token of {self.tokenizer}, and inference engines "
                     "stop at a token: end answers with one that it has, by data.end_token or the chat template"
                 )
+
+    def _has_added_token(self, end: str) -> bool:
+        """True if engines can stop at a token of several that end an answer."""
+        return not self._encoder.added.isdisjoint(self._encoder.encode(end)[0].tolist())
 
     def _packed(self, conversations: Conversations, *, training: bool) -> Packed:
         length, tokens = self.context_length, conversations.lengths()

@@ -29,6 +29,7 @@ class ByteTokenizer:
     """Every byte is a token."""
 
     vocab_size = _BYTES
+    added: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
         """The tokens of a whole text, [count], and the first character of each and the one behind it, [count, 2].
@@ -69,7 +70,12 @@ def refusal(error: BaseException) -> ConfigurationError:
 
 
 class BpeTokenizer:
-    """A tokenizer of the package `tokenizers`, whatever its file says of special, cut or padding tokens."""
+    """A tokenizer of the package `tokenizers`, whatever its file says of special, cut or padding tokens.
+
+    Attributes:
+        vocab_size: of its tokens, those that were added included.
+        added: tokens beside the vocabulary of the texts, such as those that end an answer.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -78,6 +84,7 @@ class BpeTokenizer:
         tokenizer.no_padding()
         # The largest number and not the count of entries: vocabularies may have holes, as before added tokens.
         self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.added = frozenset(tokenizer.get_added_tokens_decoder())
         self._dtype = np.dtype(token_dtype(self.vocab_size))
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:

@@ -226,7 +226,7 @@ def test_a_template_without_an_end_is_warned_of_once(tmp_path: Path, has_end: bo
     assert len(told) == (not has_end)
 
 
-@pytest.mark.parametrize(("end", "is_token"), [("<|end|>", True), ("<|stop|>", False)])
+@pytest.mark.parametrize(("end", "is_token"), [("<|end|>", True), ("<|stop|>", False), ("<|im_end|>\n<|end|>", True)])
 @pytest.mark.parametrize("has_template", [False, True])
 def test_an_end_that_is_no_token_is_warned_of(tmp_path: Path, end: str, is_token: bool, has_template: bool) -> None:
     template = CHATML.replace("<|im_end|>", end) if has_template else None
