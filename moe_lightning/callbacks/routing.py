@@ -86,7 +86,7 @@ class RoutingRecorder(Callback):
         self._begun, self._before = trainer.global_step, trainer.global_step - _steps_of_a_batch(trainer)
         shape = (len(layers), stages.num_ranks, experts.pop())
         if self._is_recording:
-            self._go_on(trainer.global_step, shape)
+            self._keep_samples(trainer.global_step, shape)
             return
         self._samples, self._is_recording = {}, True
         if trainer.global_step and self._path.is_file():
@@ -102,7 +102,7 @@ class RoutingRecorder(Callback):
         kept = iterations <= step
         self._samples = dict(zip(iterations[kept].tolist(), counts[kept], strict=True))
 
-    def _go_on(self, step: int, shape: tuple[int, ...]) -> None:
+    def _keep_samples(self, step: int, shape: tuple[int, ...]) -> None:
         """Keep the samples up to a recovery, in which the loop begins again; none of another number of ranks."""
         before = {iteration: sample for iteration, sample in self._samples.items() if iteration <= step}
         self._samples = {iteration: sample for iteration, sample in before.items() if sample.shape == shape}

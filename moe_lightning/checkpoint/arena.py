@@ -45,7 +45,7 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_lightning.checkpoint.manifest import StepRecord, check_blocks, check_pieces, dump_json, read_json
+from moe_lightning.checkpoint.manifest import SavedStep, check_blocks, check_pieces, dump_json, read_json
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, lock_exclusively
 from moe_lightning.cores import available_memory
@@ -54,7 +54,7 @@ from moe_lightning.state.pieces import LARGEST, Piece, Size
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotIndex(StepRecord):
+class SnapshotIndex(SavedStep):
     """The table of contents of one snapshot.
 
     Attributes:

@@ -229,7 +229,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class SavedStep:
     """Common fields of the tables of snapshots, of parts and of manifests.
 
     Attributes:
@@ -256,7 +256,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record(StepRecord):
+class _Record(SavedStep):
     """Common fields of parts and manifests.
 
     Attributes:

@@ -244,35 +244,35 @@ class MarkedTurns:
     def __init__(self, end: str) -> None:
         self.end = self.padding = end
 
-    def check(self, said: Conversation) -> None:
+    def check(self, conversation: Conversation) -> None:
         """
         Raises:
             ValueError: something of a conversation would be left out.
         """
-        other = next((f"the role {turn.role}" for turn in said.turns if turn.role not in _MARKED_ROLES), None)
-        if said.tools or any(turn.rest.get("tool_calls") for turn in said.turns):
+        other = next((f"the role {turn.role}" for turn in conversation.turns if turn.role not in _MARKED_ROLES), None)
+        if conversation.tools or any(turn.rest.get("tool_calls") for turn in conversation.turns):
             other = "calls of tools"
         if other is not None:
             raise ValueError(
                 f"it has {other}, and without a chat template there are only {', '.join(_MARKED_ROLES)}: give the "
                 "tokenizer.json of a folder whose template has more"
             )
-        reasoning = next((name for turn in said.turns for name in turn.reasoning), None)
+        reasoning = next((name for turn in conversation.turns for name in turn.reasoning), None)
         if reasoning is not None:
             raise ValueError(
                 f"it has {reasoning}, and without a chat template there is only content: write it into the answer, or "
                 "remove it"
             )
 
-    def pieces(self, said: Conversation) -> list[Piece]:
+    def pieces(self, conversation: Conversation) -> list[Piece]:
         """The conversation in order."""
         written: list[Piece] = []
-        for turn in said.turns:
+        for turn in conversation.turns:
             written += [(f"<|{turn.role}|>\n", False), (turn.content or "", turn.is_learned)]
             written.append((self.padding, turn.is_learned) if turn.role == "assistant" else ("\n", False))
         return written
 
-    def num_left_out(self, said: Conversation) -> int:
+    def num_left_out(self, conversation: Conversation) -> int:
         """Number of answers to learn that are not predicted."""
         return 0
 
@@ -314,16 +314,16 @@ class TemplatedTurns:
                 f"the tokenizer in {tokenizer.name_or_path} has neither a padding nor an end token: give data.end_token"
             )
 
-    def check(self, said: Conversation) -> None:
+    def check(self, conversation: Conversation) -> None:
         """Change what not every template knows: the text has to change with it.
 
         Raises:
             ValueError: it does not, so something would be left out.
         """
-        whole = self._written(said)
-        if said.tools and whole == self._written(replace(said, tools=())):
+        whole = self._written(conversation)
+        if conversation.tools and whole == self._written(replace(conversation, tools=())):
             raise ValueError("the chat template of the tokenizer leaves out the tools that are offered")
-        for index, turn in enumerate(said.turns):
+        for index, turn in enumerate(conversation.turns):
             others, thoughts = list[tuple[str, Turn]](), list[tuple[str, Turn]]()
             content = turn.content or ""
             if turn.content is not None and turn.role not in ("user", "assistant"):
@@ -337,26 +337,26 @@ class TemplatedTurns:
             if turn.is_learned and ends and thought.replace("<think>", "").strip():
                 what = f"what an answer has before {_THOUGHT}: let the template write that, or remove it"
                 thoughts.append((what, replace(turn, content=content.replace(_THOUGHT, _ANSWER + _THOUGHT, 1))))
-            self._require(said, whole, index, others)
+            self._require(conversation, whole, index, others)
             if thoughts:  # of the answer as the last turn: many templates leave out what earlier ones have thought
-                asked = replace(said, turns=said.turns[: index + 1])
+                asked = replace(conversation, turns=conversation.turns[: index + 1])
                 self._require(asked, self._written(asked), index, thoughts)
 
-    def _require(self, said: Conversation, whole: str, index: int, others: Sequence[tuple[str, Turn]]) -> None:
+    def _require(self, conversation: Conversation, whole: str, index: int, others: Sequence[tuple[str, Turn]]) -> None:
         """Refuse a template that writes the same text with another turn in the place of one."""
         for what, other in others:
-            turns = (*said.turns[:index], other, *said.turns[index + 1 :])
-            if whole == self._written(replace(said, turns=turns)):
+            turns = (*conversation.turns[:index], other, *conversation.turns[index + 1 :])
+            if whole == self._written(replace(conversation, turns=turns)):
                 raise ValueError(f"the chat template of the tokenizer leaves out {what}")
 
-    def pieces(self, said: Conversation) -> list[Piece]:
+    def pieces(self, conversation: Conversation) -> list[Piece]:
         """The conversation in order.
 
         Raises:
             ValueError: it cannot be written so.
         """
-        whole = self._written(said)
-        answers = self._answers(said)
+        whole = self._written(conversation)
+        answers = self._answers(conversation)
         fitting = _fitting(whole, answers)
         if answers and (last := max(answers)) not in fitting:
             raise ValueError(_misplaced(*answers[last]))
@@ -364,21 +364,21 @@ class TemplatedTurns:
         for index, (start, end) in fitting.items():
             written += [(whole[at : len(start)], False), (whole[len(start) : len(end)], True)]
             at = len(end)
-            opening = self._opening_behind(said.turns, index)
+            opening = self._opening_behind(conversation.turns, index)
             if whole.startswith(opening, at) or at == len(whole):
                 written.append((opening, True))
                 at += len(opening)
         return [piece for piece in (*written, (whole[at:], False)) if piece[0]]
 
-    def num_left_out(self, said: Conversation) -> int:
+    def num_left_out(self, conversation: Conversation) -> int:
         """Number of answers to learn that are not predicted."""
-        answers = self._answers(said)
-        return len(answers) - len(_fitting(self._written(said), answers))
+        answers = self._answers(conversation)
+        return len(answers) - len(_fitting(self._written(conversation), answers))
 
-    def _answers(self, said: Conversation) -> dict[int, tuple[str, str]]:
+    def _answers(self, conversation: Conversation) -> dict[int, tuple[str, str]]:
         """The text that asks for each answer to learn, and the text up to its end, by its turn."""
-        learned = (index for index, turn in enumerate(said.turns) if turn.is_learned)
-        return {index: (self._before(said, index), self._written(said, index + 1)) for index in learned}
+        learned = (index for index, turn in enumerate(conversation.turns) if turn.is_learned)
+        return {index: (self._before(conversation, index), self._written(conversation, index + 1)) for index in learned}
 
     @property
     def end(self) -> str:
@@ -409,7 +409,7 @@ class TemplatedTurns:
         for role in found:
             with suppress(ValueError):  # of a template without the role, or that refuses so short a conversation
                 longer = Conversation((*self._short.turns, Turn(role, "?")))
-                behind, text = (_behind(self._written(said)) for said in (self._short, longer))
+                behind, text = (_behind(self._written(conversation)) for conversation in (self._short, longer))
                 text = text.removeprefix(behind)
                 space = text[: len(text) - len(text.lstrip())]
                 tokens = [token for token in self._tokenizer.get_added_vocab() if text.startswith(token, len(space))]
@@ -437,22 +437,23 @@ class TemplatedTurns:
             return ""
         return content
 
-    def _before(self, said: Conversation, index: int) -> str:
+    def _before(self, conversation: Conversation, index: int) -> str:
         """The text up to an answer, with what asks for it."""
         if index:
-            return self._written(said, index, asks=True)
+            return self._written(conversation, index, asks=True)
         # transformers writes no conversation without turns, which could be asked for its first one.
-        first, prompt = self._written(said, 1), self._written(said, asks=True).removeprefix(self._written(said))
+        first, whole = self._written(conversation, 1), self._written(conversation)
+        prompt = self._written(conversation, asks=True).removeprefix(whole)
         return first[: max(0, first.find(prompt))] + prompt
 
-    def _written(self, said: Conversation, count: int | None = None, *, asks: bool = False) -> str:
+    def _written(self, conversation: Conversation, count: int | None = None, *, asks: bool = False) -> str:
         """The first `count` turns, or all."""
 
         def written(as_text: bool) -> str:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [turn.message(as_text=as_text) for turn in said.turns[:count]],
-                    tools=list(said.tools) or None,
+                    [turn.message(as_text=as_text) for turn in conversation.turns[:count]],
+                    tools=list(conversation.tools) or None,
                     tokenize=False,
                     add_generation_prompt=asks,
                 )
@@ -557,12 +558,12 @@ def _settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(read_text(path))
+        settings = json.loads(read_text(path))
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not JSON ({error}): take it from the checkpoint again") from None
-    if not isinstance(said, dict):
+    if not isinstance(settings, dict):
         raise ConfigurationError(f"{path} holds no object: take it from the checkpoint again")
-    return said
+    return settings
 
 
 def hugging_face_tokenizer(folder: Path, *, for_text: bool = False) -> Any:
@@ -715,7 +716,7 @@ class Conversations(Dataset[tuple[Tensor, Tensor, Tensor]]):
             if encoded.is_predicted[1:size].any():  # nothing predicts the first one
                 found.append(looked_at)
                 num_cut += int(encoded.is_predicted[size:].any())
-            num_left_out += self._written.num_left_out(encoded.said)
+            num_left_out += self._written.num_left_out(encoded.conversation)
             looked_at += 1
         return looked_at, found, num_cut, num_left_out
 
@@ -725,13 +726,13 @@ class Encoded:
     """A conversation in tokens.
 
     Attributes:
-        said: the conversation.
+        conversation: as it was read.
         text: as it is written.
         tokens, places: see `Tokenizer.encode`.
         is_predicted: bool [count], True for tokens that cover any character of an answer.
     """
 
-    said: Conversation
+    conversation: Conversation
     text: str
     tokens: NDArray[np.integer]
     places: NDArray[np.int64]
@@ -767,13 +768,13 @@ def read(record: bytes) -> Conversation:
         raise ValueError(str(error)) from error
 
 
-def encode(said: Conversation, written: ChatFormat, tokenizer: Tokenizer) -> Encoded:
+def encode(conversation: Conversation, written: ChatFormat, tokenizer: Tokenizer) -> Encoded:
     """Write out and tokenize one conversation.
 
     Raises:
         ValueError: it cannot be written or tokenized.
     """
-    pieces = written.pieces(said)
+    pieces = written.pieces(conversation)
     text = "".join(piece for piece, _ in pieces)
     try:
         tokens, places = tokenizer.encode(text)
@@ -791,7 +792,7 @@ def encode(said: Conversation, written: ChatFormat, tokenizer: Tokenizer) -> Enc
     first, last = np.searchsorted(is_text, is_text[starts], side="right") - 1, np.searchsorted(is_text, is_text[ends])
     has_text = is_text[ends] > is_text[starts]
     starts, ends = np.where(has_text, first, starts), np.where(has_text, last, ends)
-    return Encoded(said, text, tokens, places, before[ends] > before[starts])
+    return Encoded(conversation, text, tokens, places, before[ends] > before[starts])
 
 
 @validated
@@ -902,9 +903,9 @@ class InstructionData(StepDataModule):
         for name, _, record in records(self.source):
             digest.update(record)
             try:
-                said = read(record)
-                self.written.check(said)
-                lengths.append(len(encode(said, self.written, self._encoder).tokens))
+                conversation = read(record)
+                self.written.check(conversation)
+                lengths.append(len(encode(conversation, self.written, self._encoder).tokens))
             except ValueError as error:
                 raise ConfigurationError(f"{self.source}, {name}, is not a conversation: {error}") from error
         self._counted = digest.hexdigest(), np.array(lengths, dtype=np.int64)
