@@ -68,8 +68,8 @@ def run(options: Options) -> int:
     sizes = [
         piece.tensor.nbytes for piece in room_of(_state(0, options.gigabytes), with_windows=options.lossless).values()
     ]
-    needed = options.ranks * (arena_bytes(capacity_of(sizes), 1 << 20) + (32 << 20))
-    arenas = arena_directory(f"bench-{os.getpid()}", needed_bytes=needed, fallback=scratch)
+    needed = dict.fromkeys(range(options.ranks), arena_bytes(capacity_of(sizes), 1 << 20) + (32 << 20))
+    arenas = arena_directory(f"bench-{os.getpid()}", sizes=needed, fallback=scratch)
     ranks: list[_Rank] = []
     try:
         ranks = [_Rank(rank, options, arenas, scratch) for rank in range(options.ranks)]
