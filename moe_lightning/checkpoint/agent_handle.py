@@ -144,7 +144,7 @@ class AgentHandle:
     def ensure(self) -> None:
         """Start an agent where none serves, with a warning if the one that was started here has failed."""
         if not self.runs:
-            if self._process is not None and (code := self._process.returncode):
+            if self._process is not None and (code := self._process.poll()):
                 how = (
                     f"was killed by signal {-code}, perhaps for lack of memory"
                     if code < 0
