@@ -696,20 +696,23 @@ def hooks_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what the hooks of the module and of the data module save, in a checkpoint without weights, where the
     module loads any of it. Public names save it with all weights only.
     """
-    saved: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "pytorch-lightning_version": pl.__version__,  # type: ignore[attr-defined]
-        "state_dict": {},
-        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-        "callbacks": callback_states(trainer),
-        "optimizer_states": [{} for _ in trainer.optimizers],
-        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-    }
+    saved: dict[str, Any] = {}
+    is_loaded = is_overridden("on_load_checkpoint", trainer.lightning_module)
+    if is_loaded:
+        saved |= {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": pl.__version__,  # type: ignore[attr-defined]
+            "state_dict": {},
+            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+            "callbacks": callback_states(trainer),
+            "optimizer_states": [{} for _ in trainer.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        }
     data = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None and (state := data.state_dict()):
         saved[type(data).__qualname__] = state
-    if is_overridden("on_load_checkpoint", trainer.lightning_module):
+    if is_loaded:
         call._call_lightning_module_hook(trainer, "on_save_checkpoint", saved)
     return saved
 
@@ -726,7 +729,7 @@ MONITORED = "monitored_values"
 """Key of what `monitored` returns."""
 
 _OF_SAVERS = {"_last_global_step_saved": 0, "_last_checkpoint_saved": "", "_defer_save_until_validation": False}
-"""What a ModelCheckpoint decides by besides its state, and its value in a new process."""
+"""Attributes by which a ModelCheckpoint decides besides its state, and their values in a new process."""
 
 
 def monitored(trainer: pl.Trainer) -> dict[str, Any]:

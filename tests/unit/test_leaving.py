@@ -25,7 +25,7 @@ def offline(rank: int, size: int) -> World:
 
 
 def elastic(world: Any, *, spares: int = 0, **engine: Any) -> Any:
-    """What a rank of a world does at its end, around a strategy that is there for its worlds alone."""
+    """End of a rank of a world, around a strategy that is there for its worlds alone."""
     worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
     worlds.engine, worlds._departure, worlds._state = MagicMock(**engine), None, MagicMock()
     worlds._strategy = MagicMock(worlds=SimpleNamespace(present=world, spares=spares))

@@ -1,4 +1,4 @@
-"""What hooks save, and what callbacks and schedulers decide by, is alike on all ranks after a recovery."""
+"""State of hooks, and values by which callbacks and schedulers decide, are alike on all ranks after a recovery."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_a_parameter_without_elements_is_written_by_one_rank() -> None:
 
 
 def adapt(contents: SnapshotContents, *, overlap_s: float = 1.0) -> AdaptiveConfiguration:
-    """Of three experts, one is copied in a second."""
+    """Three experts, one of which is copied in a second."""
     copied_bytes = {0: 0, 1: 1, 2: 2, 3: 3}
     return contents.adapt(copy_s=3.0, persist_s=9.0, step_s=2.0, overlap_s=overlap_s, copied_bytes=copied_bytes)
 
