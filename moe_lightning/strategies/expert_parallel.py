@@ -523,14 +523,6 @@ class ExpertParallelStrategy(DDPStrategy):
             private_lightning.compare_reduced(trainer, self._require_same_names)
         if self.options.has_comm_hook:
             raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
-        num_micros = max(factors_of(trainer))
-        is_fit, is_cut = trainer.state.fn == TrainerFn.FITTING, "shard" in self.world.groups
-        builds_ddp = is_fit and not is_cut and self._pipeline is None and self.world.size > 1
-        if builds_ddp and self.options.ddp.get("static_graph") and num_micros > 1:
-            raise ConfigurationError(
-                f"static_graph=True fails in torch where gradients of {num_micros} batches are accumulated: drop it, "
-                "or use accumulate_grad_batches=1"
-            )
         if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):
             super().setup(trainer)
         else:  # DDP's own would look for a process group, and for one module on all ranks
@@ -612,13 +604,23 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Sum dense gradients over the present world, or cut dense parameters over its ranks."""
+        """Sum dense gradients over the present world, or cut dense parameters over its ranks.
+
+        Raises:
+            ConfigurationError: DDP cannot follow the options.
+        """
         self._ignore_in_ddp()  # a newcomer has its parts by now
         self.steps.draw_noise()
         if "shard" in self.world.groups:
             self.state.parts.begin(self.world.stage)
         elif self._pipeline is None:
             assert self.model is not None
+            num_micros = max(factors_of(self.state.trainer))
+            if self.options.ddp.get("static_graph") and num_micros > 1 and self.world.size > 1:
+                raise ConfigurationError(
+                    f"static_graph=True fails in torch where gradients of {num_micros} batches are accumulated: drop "
+                    "it, or use accumulate_grad_batches=1"
+                )
             self.model = self._dense_sum.wrapped(self.model, self.world, self.determine_ddp_device_ids())
 
     def _ignore_in_ddp(self) -> None:
