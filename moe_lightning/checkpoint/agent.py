@@ -59,8 +59,9 @@ def complaint_of(error: Exception, root: Place) -> str:
     """Return the reason why an attempt to write a checkpoint failed, in one sentence."""
     if isinstance(error, CheckpointError):
         return str(error)
-    where, reason = getattr(error, "filename", None) or root, getattr(error, "strerror", None) or str(error)
-    return f"writing a checkpoint to {where} failed ({reason or type(error).__name__}): the last one is untouched"
+    where = getattr(error, "filename", None) or root
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"writing a checkpoint to {where} failed ({reason}): the last one is untouched"
 
 
 def _log(text: object) -> None:

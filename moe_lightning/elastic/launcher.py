@@ -314,17 +314,12 @@ class LocalLauncher:
 
     def _run(self, arguments: Sequence[str], folder: Path) -> None:
         logs = WorkerLogs(self.log_dir, [f"rank{rank}" for rank in range(self.num_ranks)], terminal=0)
-        environments = {
-            rank: {
-                **rank_environment(rank, local=self.num_ranks, world=self.num_ranks),
-                STORE_VARIABLE: str(folder),
-            }
-            for rank in range(self.num_ranks)
-        }
         workers: dict[int, Process] = {}
         with restored_signal_handlers():
             try:
-                for rank, environment in environments.items():
+                for rank in range(self.num_ranks):
+                    environment = rank_environment(rank, local=self.num_ranks, world=self.num_ranks)
+                    environment[STORE_VARIABLE] = str(folder)
                     with deferred_signals():
                         workers[rank] = start(("-m", self.module, *arguments), environment, logs, rank)
                 self._watch(workers, logs)
