@@ -232,14 +232,15 @@ def _fetched(name: HubName, key: str, files: Iterable[str], required: Collection
     the required ones are enough.
     """
     folder, is_whole = _cached(name, files)
-    has_required = folder is not None and all((folder / file).is_file() for file in required)
-    if folder is not None and has_required and is_whole:
+    if folder is not None and not all((folder / file).is_file() for file in required):
+        folder = None
+    if folder is not None and is_whole:
         return folder
     package = _package()
     try:
         return Path(package.snapshot_download(name.repository, revision=name.revision, allow_patterns=[*files]))
     except Exception as error:  # its HTTP client has its own, which differ between versions
-        if folder is not None and has_required:
+        if folder is not None:
             return folder
         raise ConfigurationError(f"{key}={name} {_reason(name, key, error)}") from error
 

@@ -204,7 +204,8 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
             if token in self._model.ends:
                 return True
             new.append(token)
-            return any(stop in self._model.decode(new) for stop in stops)
+            so_far = self._model.decode(new)
+            return any(stop in so_far for stop in stops)
 
         self._model.generate(ids, sampling, count, is_done)
         text: str = postprocess_generated_text(self._model.decode(new), stops, None)

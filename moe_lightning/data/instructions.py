@@ -38,6 +38,7 @@ from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.packing import Packed
 from moe_lightning.data.tokenizer import (
+    BYTES,
     Tokenizer,
     check_tokenizer,
     errors_of_package,
@@ -516,7 +517,7 @@ def chat_format(tokenizer: str, end_token: str | None) -> ChatFormat:
         ConfigurationError: no end token is known, or one is given beside a template; the folder has a template and
             transformers is missing, or its tokenizer cannot be read.
     """
-    if tokenizer == "bytes":
+    if tokenizer == BYTES:
         return MarkedTurns(end_token or _BYTES_END)
     folder = tokenizer_file(tokenizer).parent
     templated = templated_turns(folder)
@@ -955,7 +956,7 @@ class InstructionData(StepDataModule):
                     f"the chat template of {self.tokenizer} writes nothing behind an answer, so that answers never "
                     "learn to end: let it write the end token there, {{ eos_token }}"
                 )
-            elif self.end_of_text is None and self.tokenizer != "bytes" and not self._has_added_token(end):
+            elif self.end_of_text is None and self.tokenizer != BYTES and not self._has_added_token(end):
                 rank_zero_warn(
                     f"{end!r}, which ends an answer, is no single token of {self.tokenizer}, and inference engines "
                     "stop at a token: end answers with one that it has, by data.end_token or the chat template"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text, replacing
-from moe_lightning.hub import CHAT_TEMPLATE, GENERATION
+from moe_lightning.hub import CHAT_TEMPLATE, GENERATION, TOKENIZER
 from moe_lightning.models.huggingface.export import Export
 
 
@@ -191,7 +191,7 @@ _SPLITS = {
 
 def _add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
     try:
-        content = json.loads(read_text(folder / "tokenizer.json"))
+        content = json.loads(read_text(folder / TOKENIZER))
         model, added = content["model"], {token["id"]: token for token in content["added_tokens"]}
         texts = {index: text for text, index in model["vocab"].items()}
         is_byte_level = _split(content) in _SPLITS
