@@ -1,18 +1,8 @@
 """`moe-ckpt`: inspect, verify, export, edit and delete checkpoints.
 
-    moe-ckpt inspect DIR          sizes, versions of every expert, lost tokens
-    moe-ckpt verify DIR           checksums and coverage of one checkpoint, or of all in a directory
-    moe-ckpt export DIR FILE      one safetensors file
-    moe-ckpt export-hf CKPT DIR   a Hugging Face folder that plain transformers loads
-    moe-ckpt export-gguf CKPT FILE   a GGUF file that llama.cpp loads
-    moe-ckpt export-loads LOADS FILE --ranks N --slots S   measured loads as SGLang's first placement
-    moe-ckpt edit CKPT FILE       prune, merge and duplicate experts, with the loss before and after
-    moe-ckpt prune DIR --keep N   keep the newest N
-    moe-ckpt clean [DIR]          list snapshots in memory whose run and agent are dead; --yes deletes them
-
-DIR may also be a run directory, outputs/NAME, a `.ckpt` file or a directory of these (not for prune), or the URL of a
-store such as s3://BUCKET/NAME. Exit codes: 0 done, 1 a damaged checkpoint, 2 a user error, such as a
-path where there is none.
+`moe-ckpt --help` lists the commands. DIR is a checkpoint, a run directory such as outputs/NAME, a `.ckpt` file or a
+directory of these (not for prune), or the URL of a store such as s3://BUCKET/NAME. Exit codes: 0 done, 1 a damaged
+checkpoint, 2 a user error, such as a path where there is none.
 
 This module parses; what needs torch, which takes seconds to import, is imported for a command that is run.
 """

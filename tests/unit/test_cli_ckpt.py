@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -34,11 +33,10 @@ def root(tmp_path: Path) -> Iterator[Path]:
         yield made.root
 
 
-def test_the_docstring_lists_every_command() -> None:
-    listed = re.findall(r"^    moe-ckpt ([\w-]+) ", str(ckpt.__doc__), re.MULTILINE)
+def test_every_command_that_is_parsed_has_a_function() -> None:
     (commands,) = (action for action in ckpt._parser()._actions if isinstance(action.choices, dict))
     assert commands.choices is not None
-    assert listed == [*commands.choices] == [*checkpoint_commands._COMMANDS]
+    assert [*commands.choices] == [*checkpoint_commands._COMMANDS]
 
 
 def test_inspect_shows_versions_and_sizes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
