@@ -286,7 +286,7 @@ def test_a_signal_while_late_workers_are_ended_leaves_none_behind(
 
     monkeypatch.setattr(launcher, "end", end_late)
     machine.link.messages = [formed("0")]
-    machine.script = lambda slot, starts: "sleep 30" if slot else READ
+    machine.script = lambda slot, starts: "exec sleep 30" if slot else READ
     with pytest.raises(Interrupted):
         machine.run()
     assert calls[1:] == [1, 1]
