@@ -104,4 +104,4 @@ def at_backward(change: Callable[[Any, Any, bool], object], *, is_before: bool =
 
 def blocked(name: str) -> Fault:
     """Leave out a method of the strategy."""
-    return Fault(run=lambda trainer, module: setattr(trainer.strategy, name, lambda *args, **kwargs: None))
+    return Fault(run=lambda trainer, module: replace(trainer.strategy, name, lambda own, *args, **kwargs: None))

@@ -257,7 +257,7 @@ CASES = (
         report="Lightning-AI/pytorch-lightning#20340",
         symptom="layers that a callback unfreezes later are not in DDP's buckets, and differ between ranks",
         subject=Training(module=Unfrozen),
-        fault=blocked("sum_unfrozen"),
+        fault=blocked("_sum_unfrozen"),
         doctor=("the gradient of", "attention", "step 3"),
     ),
     Case(
