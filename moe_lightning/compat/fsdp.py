@@ -61,6 +61,42 @@ def sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
+def resting_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module as they are between steps: for those that are gathered now, the rows."""
+    shards = {
+        getattr(parameter, "_unsharded_param", None): parameter.sharded_param
+        for unit in sharded_modules(module)
+        for parameter in _parameters_of(unit)
+    }
+    for parameter in module.parameters():
+        yield shards.get(parameter, parameter)
+
+
+def keep_freezing(unit: nn.Module) -> None:
+    """Keep what a user freezes or unfreezes while a unit is gathered, once its parameters are rows again."""
+    for parameter in _parameters_of(unit):
+        _keep_freezing(parameter)
+
+
+def _keep_freezing(parameter: Any) -> None:
+    kind: Any = type(parameter)
+    was_trained: bool | None = None
+
+    def to_unsharded() -> None:
+        nonlocal was_trained
+        kind.to_unsharded(parameter)
+        was_trained = parameter.sharded_param.requires_grad
+
+    def to_sharded() -> None:
+        nonlocal was_trained
+        if was_trained is not None and (is_trained := parameter._unsharded_param.requires_grad) != was_trained:
+            parameter.sharded_param.requires_grad_(is_trained)
+        was_trained = None
+        kind.to_sharded(parameter)
+
+    parameter.to_unsharded, parameter.to_sharded = to_unsharded, to_sharded
+
+
 def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn.Module]], bool]) -> None:
     """Gather some float32 parameters of a unit in another dtype; their rows and gradients stay as they are.
 
@@ -71,12 +107,15 @@ def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn
         unit: that fully_shard was called on, before its first forward pass.
         chosen: returns True for the modules whose common parameter is meant.
     """
-    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    for group in state._fsdp_param_groups:
-        for parameter in group.fsdp_params:
-            owner = parameter._module_info
-            if chosen((owner.module, *owner.shared_modules)):
-                _gather_in(parameter, dtype)
+    for parameter in _parameters_of(unit):
+        owner = parameter._module_info
+        if chosen((owner.module, *owner.shared_modules)):
+            _gather_in(parameter, dtype)
+
+
+def _parameters_of(unit: Any) -> Iterator[Any]:
+    state = unit._get_fsdp_state()
+    return (parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params)
 
 
 def _gather_in(parameter: Any, dtype: torch.dtype) -> None:

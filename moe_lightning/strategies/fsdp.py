@@ -28,6 +28,7 @@ from moe_lightning.compat.fsdp import (
     can_be_undone,
     end_backward,
     gather_in,
+    keep_freezing,
     sharded_modules,
     undo_fully_shard,
 )
@@ -68,6 +69,7 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         _check_dtypes(unit, ignored)
         _make_contiguous(unit, ignored)
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
+        keep_freezing(unit)
         if autocasts:
             gather_in(unit, torch.bfloat16, _are_linear)
     sharded = list(sharded_modules(module))
@@ -173,9 +175,9 @@ def require_no_hooks(module: nn.Module, experts: Collection[nn.Parameter]) -> No
 
 
 def reshard_units(module: nn.Module) -> None:
-    """Reshard all units after a forward pass without a backward pass."""
+    """Reshard all units after a forward pass without a backward pass, also inside of a step method."""
     assert isinstance(module, FSDPModule)
-    module.reshard()
+    module.reset_iter_state()
 
 
 def undo_shard(module: nn.Module) -> None:

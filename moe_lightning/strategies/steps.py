@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning.compat import private_torch
+from moe_lightning.compat.fsdp import resting_parameters
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
@@ -412,7 +413,7 @@ class Steps:
         for parameter in shards.unowned if owned else ():
             parameter.grad = None
         # Copies, because DDP may write the next gradients into the same memory.
-        taken = {p: p.grad.clone() for p in module.parameters() if p not in owned and p.grad is not None}
+        taken = {p: p.grad.clone() for p in resting_parameters(module) if p not in owned and p.grad is not None}
         for parameter in taken:
             parameter.grad = None
         return taken

@@ -124,6 +124,31 @@ class TogglesOptimizers(Blocks):
         return torch.optim.AdamW(list(first), lr=3e-3), torch.optim.SGD(others, lr=0.1)
 
 
+class AccumulatesInTurn(TogglesOptimizers):
+    """Two batches, whose update begins the next step, when parameters are gathered already."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers() if batch_idx in (2, 4) else ():
+            optimizer.step()
+            optimizer.zero_grad()
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(Blocks.training_step(self, batch, batch_idx))
+            self.untoggle_optimizer(optimizer)
+
+
+class FreezesInTurn(TogglesOptimizers):
+    """By the modules' own parameters, which are gathered where a step begins."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        for turn, optimizer in enumerate(self.optimizers()):
+            for place, part in enumerate((self.embed, self.blocks, self.moe, self.out)):
+                part.requires_grad_((place < 2) == (turn == 0))
+            self.manual_backward(Blocks.training_step(self, batch, batch_idx))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class StepsByHand(OwnModule):
     """Without units, and with a backward pass before the loss has left training_step."""
 
@@ -147,11 +172,13 @@ class StepsByHand(OwnModule):
         slow(DropsABuffer),
         slow(UsesAdagrad),
         TogglesOptimizers,
+        AccumulatesInTurn,
+        FreezesInTurn,
         StepsByHand,
     ],
 )
 def test_it_trains_as_on_one_rank(module: type[pl.LightningModule]) -> None:
-    clip = None if module in (TogglesOptimizers, StepsByHand) else 1.0
+    clip = None if module.automatic_optimization is False else 1.0
     options: dict[str, Any] = {"own_module": module, "steps": 6, "trainer": {"gradient_clip_val": clip}}
     (alone,) = run_pooled(1, partial(train, **options))
     for result in run_pooled(2, partial(train, strategy=FSDP, **options)):

@@ -97,6 +97,7 @@ METHODS = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs": "self, mp_policy",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_unsharded_param": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded": "self",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_unsharded": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": "self",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model":
@@ -141,7 +142,9 @@ ATTRIBUTES = {
         "_callback_metrics", "_first_loop_iter",
     },
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {"_module_info", "_post_load_hook_handle"},
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
+        "_module_info", "_post_load_hook_handle", "_unsharded_param", "sharded_param",
+    },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "_module_to_pre_load_state_dict_hook_handle", "_module_to_pre_save_state_dict_hook_handle", "fsdp_params",
     },
@@ -450,8 +453,10 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_follow_rank_zero",
         "_gather_in",
         "_is_reduced",
+        "_keep_freezing",
         "_leave_validation_out",
         "_let_clipping_call",
+        "_parameters_of",
         "_requeue_is_due",
         "_savers",
         "_undo_group",
