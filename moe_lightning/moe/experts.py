@@ -225,8 +225,8 @@ class Experts(private_torch.Float32Module):
         self.b_up = nn.Parameter(torch.empty(num_experts, d_up, device=device)) if bias else None
         self.b_down = nn.Parameter(torch.empty(num_experts, d_model, device=device)) if bias else None
         self.shapes = {name: parameter.shape[1:] for name, parameter in self.stacked_parameters().items()}
-        if not self.is_deferred:
-            self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_allocate_loaded)  # type: ignore[no-untyped-call]
+        self.reset_parameters()
 
     @property
     def num_slots(self) -> int:
@@ -295,14 +295,17 @@ class Experts(private_torch.Float32Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill every slot from the source, or from its expert's own generator where there is none.
+        """Fill every slot from the source, or from its expert's own generator where there is none; `place` does so for
+        deferred experts.
 
         Raises:
             CheckpointError: the source gives weights of other shapes.
         """
+        if self.is_deferred:
+            return
         for parameter in self.parameters():
             parameter.zero_()  # what vacant slots keep
-        for slot in () if any(stack.is_meta for stack in self.stacked_parameters().values()) else self._taken_slots():
+        for slot in self._taken_slots():
             self._put_base(slot, self._first_rows(self.slot_experts[slot]))
             self._reset_adapters(slot)
 
@@ -379,7 +382,8 @@ class Experts(private_torch.Float32Module):
             whole: stacks [E, ...] of all experts, for those that this process does not hold; empty: not known.
 
         Raises:
-            ConfigurationError: an expert is asked for that this process does not hold, or a stack has a hook.
+            ConfigurationError: an expert is asked for that this process does not hold, a stack has a hook, or deferred
+                ones were written to.
         """
         wanted = tuple(slot_experts)
         if wanted == self.slot_experts and not self.is_deferred:
@@ -392,6 +396,12 @@ class Experts(private_torch.Float32Module):
                 f"and cannot fill slots for {missing}: build the module again and load a checkpoint"
             )
         for name, old in self.stacked_parameters().items():
+            if deferred and private_torch.version_of(old):
+                raise ConfigurationError(
+                    f"experts.{name} was set in configure_model, where experts have no memory yet, so that its values "
+                    "are lost: set it in __init__, give load_state_dict all stacks of the experts, or skip parameters "
+                    "that are on the meta device (is_meta), which init_std draws later"
+                )
             if private_torch.has_hooks(old):
                 raise ConfigurationError(
                     f"experts.{name} has a hook (register_hook), which is lost where experts are placed on ranks: "
@@ -523,6 +533,14 @@ def computed_in(x: Tensor) -> torch.dtype:
     """Return the dtype that experts compute these rows in: what autocast asks for, else theirs."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _allocate_loaded(experts: Experts, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
+    """Allocate all deferred experts before their state is loaded; `place` keeps those of the slots."""
+    stacks = experts.stacked_parameters()
+    if experts.is_deferred and all(prefix + name in state_dict for name in stacks):
+        for name, old in stacks.items():
+            setattr(experts, name, replacement(old, torch.zeros_like(old, device="cpu")))
 
 
 def _frozen(like_SX: Tensor, size: int, dtype: torch.dtype) -> nn.Parameter:

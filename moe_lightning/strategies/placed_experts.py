@@ -131,8 +131,13 @@ def grow(layer: MoELayer, slots: int, optimizers: Sequence[Optimizer]) -> None:
 
 
 def broadcast_experts(layer: MoELayer, world: World) -> None:
-    """Broadcast rank 0's experts, as DDP does with dense parameters: its weights, or its seed if none are allocated."""
+    """Broadcast rank 0's experts, as DDP does with dense parameters: its weights, or its seed if none are allocated.
+
+    Raises:
+        ConfigurationError: some ranks have allocated them, others have not.
+    """
     experts = layer.experts
+    check_agreement(int(experts.is_deferred), "what configure_model loads into the experts", world)
     if experts.is_deferred:
         experts.broadcast_seed(world)
     elif layer.dispatcher.world.size == 1 and world.size > 1:  # never placed: all ranks agree on that

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_lightning.data.sampler import StepSampler
@@ -156,6 +156,19 @@ def test_an_expert_that_is_not_held_cannot_be_placed() -> None:
     experts = make(slots=[0, 2])
     with pytest.raises(ConfigurationError, match=r"holds experts \[0, 2\] .* cannot fill slots for \[1, 3\]: build"):
         experts.place([0, 1, 2, 3], CPU)
+
+
+def test_values_set_before_there_are_slots_are_kept_or_refused() -> None:
+    saved = {f"0.{name}": stack + 1.0 for name, stack in make().state_dict().items()}
+    model = nn.Sequential(loaded := make(deferred=True))
+    model.load_state_dict(saved)
+    loaded.place([4, 1], CPU)
+    assert torch.equal(loaded.w_up, saved["0.w_up"][[4, 1]])
+    drawn = make(deferred=True)
+    drawn.reset_parameters()  # by which nothing is lost
+    nn.init.ones_(drawn.w_down)
+    with pytest.raises(ConfigurationError, match=r"experts\.w_down was set in configure_model, .* are lost: set"):
+        drawn.place([4, 1], CPU)
 
 
 def test_hooks_of_stacks_are_not_lost_without_a_word() -> None:
