@@ -22,6 +22,7 @@ from moe_lightning.cli.bench import main
 from moe_lightning.cli.report import read_placements
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.plots import svg
 from tests.unit.test_plots import recovery, write_metrics
 
 EVIL = "<script>console.error('run')</script>\"'&\x00"
@@ -61,6 +62,18 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def _empty_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing them takes most of a page's time."""
+    monkeypatch.setattr(report, "svg", lambda _: "<svg />")
+
+
+@pytest.fixture
+def drawn(_empty_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws the pictures after all."""
+    monkeypatch.setattr(report, "svg", svg)
+
+
 class Names(HTMLParser):
     """Elements and attributes of a page, as a browser's parser finds them."""
 
@@ -74,6 +87,7 @@ class Names(HTMLParser):
         self.attributes += attrs
 
 
+@pytest.mark.usefixtures("drawn")
 def test_the_page_has_every_section_and_only_its_own_markup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
@@ -181,6 +195,7 @@ def test_the_table_of_placements_grows_where_one_changes(tmp_path: Path) -> None
     np.testing.assert_array_equal(states[1][1][1], [[1, 1], [0, 2], [1, 0]])
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.slow
 def test_pages_of_large_models_stay_small(tmp_path: Path) -> None:
     """60 layers of 256 experts, 40 samples, 128 ranks: 0.6 and 2 million cells are too many to open."""
@@ -234,6 +249,7 @@ def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     assert "No losses were logged" not in text
 
 
+@pytest.mark.usefixtures("drawn")
 def test_losses_that_end_in_overflow_stay_in_the_picture(tmp_path: Path) -> None:
     losses = [3.0, 1.5e308, -1.5e308, math.inf, math.nan, 2.0]
     rows: list[dict[str, float]] = [{"step": step, "train/loss": losses[step % 6]} for step in range(2000)]
@@ -260,6 +276,7 @@ def test_folders_and_lines_that_no_logger_wrote(run: Path) -> None:
         report.render(run)
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed here")
 def test_a_browser_shows_every_section(run: Path, tmp_path: Path) -> None:
     """In the smallest headless browser; a forbidden or failing part of the page would be in its log."""
@@ -291,6 +308,7 @@ def test_a_validation_after_the_last_step_is_seen_at_that_step(tmp_path: Path) -
     assert ["train/loss", "50", "2.575"] in shown, "the mean of two neighbors"
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser")
 def test_the_page_fits_a_phone(run: Path) -> None:
     page = run / "report.html"
