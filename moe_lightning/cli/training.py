@@ -318,7 +318,8 @@ class GracefulStop(Callback):
         if private_lightning.is_accumulating(trainer):
             return
         interval = trainer.log_every_n_steps if trainer.world_size > 1 else 1  # type: ignore[attr-defined]
-        if trainer.global_step % max(1, interval) == 0:
+        # Batches count, not `global_step`: that of two optimizers may pass over every multiple.
+        if (private_lightning.logged_step(trainer) + 1) % max(1, interval) == 0:
             decide = trainer.strategy.reduce_boolean_decision
             if decide(self._asked_by is not None, all=False):
                 is_term = decide(self._asked_by == signal.SIGTERM, all=False)

@@ -11,6 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
@@ -81,6 +83,37 @@ def test_a_stop_does_not_wait_for_the_least_training(tmp_path: Path, least: dict
     trainer.fit(GPTModule(TINY), DataLoader(RandomTokens(96), batch_size=12))
     assert trainer.global_step == 6
     assert least.items() <= {"min_steps": trainer.min_steps, "min_epochs": trainer.min_epochs}.items()
+
+
+class TwoOptimizers(pl.LightningModule):
+    """The second one begins in the second batch: `global_step` stays odd from then on."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 1), nn.Linear(16, 1)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for layer, optimizer in list(zip(self.layers, optimizers, strict=True))[: batch_idx + 1]:
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch[0] / 64).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(layer.parameters(), lr=1e-3) for layer in self.layers]
+
+
+def test_steps_that_pass_over_all_multiples_are_saved_and_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)  # then it asks in logging steps only
+    callbacks = [GracefulStop(), Impatient(9), LatestCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)]
+    trainer = make_trainer(0, 1, callbacks=callbacks, max_steps=60, log_every_n_steps=4, enable_checkpointing=True)
+    trainer.fit(TwoOptimizers(), DataLoader(RandomTokens(384), batch_size=12))
+    assert trainer.global_step == 15  # after eight batches
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:07d}.ckpt" for step in (5, 9, 13, 15)]
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
