@@ -89,15 +89,15 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: Re
 
 
 def balance_in_few_launches(scores_TE: Tensor, fraction_E: Tensor) -> Tensor:
-    """The same for devices, where launches cost more than sums: a token's scores are weighed and summed in one product.
+    """The same for devices, where launches cost more than sums: a token's scores are weighed and summed, then divided.
 
     Args:
         scores_TE: of tokens only.
         fraction_E: of the assignments, on the host or the device.
     """
-    scaled_E = fraction_E * (scores_TE.shape[1] / max(1, len(scores_TE)))
-    weighed_T2 = scores_TE @ ops.upload(torch.stack([scaled_E, torch.ones_like(scaled_E)], dim=1), scores_TE.device)
-    return (weighed_T2[:, 0] / weighed_T2[:, 1].clamp_min(1e-20)).sum()
+    scaled_E = ops.upload(fraction_E * (scores_TE.shape[1] / max(1, len(scores_TE))), scores_TE.device)
+    # No matrix product, which autocast and TF32 would round: near balance, gradients are small differences.
+    return ((scores_TE * scaled_E).sum(dim=-1) / scores_TE.sum(dim=-1).clamp_min(1e-20)).sum()
 
 
 def router_z_loss(logits_TE: Tensor, real: RealTokens | None = None) -> Tensor:

@@ -224,3 +224,14 @@ def test_the_balancing_loss_of_devices_is_the_same() -> None:
     torch.testing.assert_close(values[1], values[0])
     wanted, found = (torch.autograd.grad(value, scores)[0] for value in values)
     torch.testing.assert_close(found, wanted)
+
+
+def test_the_balancing_loss_of_devices_is_not_rounded_by_autocast() -> None:
+    torch.manual_seed(0)
+    scores = (0.02 * torch.randn(512, 16)).softmax(dim=-1).requires_grad_()
+    fraction = torch.linspace(0.998, 1.002, 16) / 16
+    losses = [balance_in_few_launches(scores, fraction)]
+    with torch.autocast("cpu", torch.bfloat16):
+        losses.append(balance_in_few_launches(scores, fraction))
+    wanted, found = (torch.autograd.grad(loss, scores)[0] for loss in losses)
+    assert torch.equal(found, wanted)
