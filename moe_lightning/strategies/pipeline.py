@@ -379,15 +379,14 @@ class Pipeline:
             try:
                 with self.cut.flow.watching() if is_new else nullcontext():
                     pipe.run(backward=backward)
+                    summary = self._summary(run) if self._is_last else None
             finally:
                 self._run = None
                 steps.begin_batch(batch)
         self.last_loss = torch.stack(run.losses).sum() if run.losses else None
         for layer, seen in run.statistics.items():
             layer.join_statistics(seen)
-        outcome, logs, weights = broadcast_object(
-            self._summary(run) if self._is_last else None, self._world.shape.pp - 1, self._world.pipe
-        )
+        outcome, logs, weights = broadcast_object(summary, self._world.shape.pp - 1, self._world.pipe)
         if backward and not self._is_last:
             steps.weights.append(weights, self._world.device)
         with nullcontext() if batch.count else without_traces(module):

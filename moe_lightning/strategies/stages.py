@@ -9,7 +9,7 @@ checkpoints are those of a run without a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from moe_lightning.arrays import BoolArray, cut
@@ -278,11 +279,11 @@ class StageCut:
                         "it: build it again and load a checkpoint"
                     )
 
-    def borrowed(self) -> dict[int, tuple[str, int]]:
-        """Return name and stage of each parameter that is zeros here, by the id of the zeros."""
+    def borrowed(self) -> Mapping[Tensor, tuple[str, int]]:
+        """Return name and stage of each parameter that is zeros here, by the zeros."""
         names = {part: name for name, part in self.module.named_modules()}
         return {
-            id(part.__dict__[name]): (f"{names[part]}.{name}", self._stage_of[part])
+            part.__dict__[name]: (f"{names[part]}.{name}".lstrip("."), self._stage_of[part])
             for part, name, _ in self._placeholders
         }
 
@@ -417,23 +418,51 @@ class _Flow:
 class _Watch(TorchFunctionMode):
     """Guard against computing with the zeros that replace other stages' parameters.
 
-    Before the blocks those of the first stage may be used, because the hidden states are replaced later.
+    Before the blocks those of the first stage may be used, because the hidden states are replaced later; what else is
+    computed from them there may not be used in the blocks of this stage or after them.
     """
 
-    def __init__(self, borrowed: dict[int, tuple[str, int]], flow: _Flow) -> None:
+    def __init__(self, borrowed: Mapping[Tensor, tuple[str, int]], flow: _Flow) -> None:
         super().__init__()
         self._borrowed, self._flow = borrowed, flow
+        self._made: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # from which parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in private_torch.tree_leaves((args, kwargs)):
-            name, stage = self._borrowed.get(id(leaf), ("", 0))
-            if name and (stage or self._flow.is_inside):
-                where = "after" if self._flow.is_inside else "before"
-                raise ConfigurationError(
-                    f"{name} is used {where} the blocks at which mesh.pp cuts the model, and another stage holds it: "
-                    "declare what is used before the blocks before them and the rest after them, or drop mesh.pp"
-                )
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        found = [leaf for leaf in private_torch.tree_leaves(result) if isinstance(leaf, Tensor)]
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__":
+            found.append(args[0])
+        if (not found and name not in _READS) or name.endswith("_like") or name.startswith("new_"):
+            return result  # which depends on shapes, dtypes and devices only
+        used = args[:1] if name == "to" or name.endswith("_as") else (args, kwargs)
+        for leaf in private_torch.tree_leaves(used):
+            if isinstance(leaf, Tensor) and (source := self._source(leaf)):
+                for made in found:
+                    self._made[made] = source
+        return result
+
+    def _source(self, value: Tensor) -> str | None:
+        """Return the name of the parameter that a value comes from; None if it may be used, or comes from none."""
+        name, stage = self._borrowed.get(value, ("", 0))
+        if name and (stage or self._flow.is_inside):
+            where = "after" if self._flow.is_inside else "before"
+            raise ConfigurationError(
+                f"{name} is used {where} the blocks at which mesh.pp cuts the model, and another stage holds it: "
+                "declare what is used before the blocks before them and the rest after them, or drop mesh.pp"
+            )
+        made_of = self._made.get(value)
+        if made_of and self._flow.is_inside:
+            raise ConfigurationError(
+                f"a tensor computed before the blocks from {made_of} is used in or after them, and mesh.pp sends "
+                "hidden states only to the stages without that parameter: compute it in the blocks, make it a part of "
+                "the hidden states, or drop mesh.pp"
+            )
+        return name or made_of
+
+
+_READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__"})
+"""Methods that return values of a tensor as no tensor."""
 
 
 def _shown(value: object) -> str:

@@ -4,6 +4,7 @@ on one rank.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -616,6 +617,14 @@ class Outside(Own):
         return super().forward(x) + self.shift.sum()
 
 
+class Logged(Own):
+    """Logs what is computed before the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log("norm", self.embed(x).norm())
+        return super().forward(x)
+
+
 class Late(Own):
     """Declares what comes before the blocks behind them."""
 
@@ -669,6 +678,7 @@ def refusal(rank: int, world_size: int, module: Any) -> str:
     [
         (Tied, "untie them"),
         slow(Outside, "shift is used after the blocks"),
+        slow(Logged, "computed before the blocks from embed.weight is used"),
         slow(Late, "is used before the blocks"),
         slow(Twice, "each once in a step"),
         (Manual, "manual optimization"),
@@ -678,3 +688,32 @@ def refusal(rank: int, world_size: int, module: Any) -> str:
 def test_what_cannot_be_cut_is_refused(module: Any, words: str) -> None:
     found = run_ranks(2, partial(refusal, module=module))
     assert any(words in text for text in found), found
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_refused"),
+    [
+        (lambda module, h: 1 + module.shift, True),
+        (lambda module, h: torch.ones_like(h).mul_(h), True),
+        (lambda module, h: torch.ones_like(h), False),
+        (lambda module, h: torch.ones(h.shape[1:]).to(h), False),
+    ],
+)
+def test_a_stage_refuses_what_is_computed_from_parameters_of_another(scale: Any, is_refused: bool) -> None:
+    """Unless only hidden states, which are sent, depend on these."""
+    module = Own()
+    module.body = nn.ModuleList([Scaled(32, 32), Scaled(32, 32)])
+    cut = StageCut(module, range(1, 2), 2)
+    cut.apply(torch.device("cpu"))
+    refused = pytest.raises(ConfigurationError, match="computed before the blocks from (shift|embed.weight) is used")
+    with refused if is_refused else nullcontext(), cut.flow.watching(), cut.flow.of(1, torch.zeros(64)):
+        h = module.embed(torch.arange(2)) + module.shift
+        condition = scale(module, h)
+        for block in module.body:
+            h = block(h, condition)
+        assert h.shape == (2, 32)
