@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from moe_lightning.checkpoint.training_state import preserved_generators
 from moe_lightning.compat import private_torch
-from moe_lightning.data.sampler import StepSlice
+from moe_lightning.data.sampler import OwnGenerators, StepSlice, mixed_seed
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
@@ -373,7 +373,8 @@ class Pipeline:
         parts = batch_pieces(arguments[0], [piece.rows for piece in batch.pieces])
         step = step.own if isinstance(step, GatheringStep) else step
         run = _Run(step, context, [(part, *arguments[1:]) for part in parts], batch.pieces, is_training=backward)
-        with gathered(module) if is_sharded(module) else nullcontext():
+        generators = preserved_generators(self._world.device), OwnGenerators(0)
+        with generators[0], generators[1], gathered(module) if is_sharded(module) else nullcontext():
             pipe, self._wire, is_new = self._pipe(run)
             self._run = run
             try:
@@ -435,13 +436,7 @@ class Pipeline:
         """
         quiet = StepLogs().recording(self._module, 0, lambda: None)
         self._steps.begin_micro_batch(run.pieces[0], is_training=run.is_training)
-        with (
-            without_traces(self._module),
-            preserved_generators(self._module.device),
-            torch.no_grad(),
-            quiet,
-            run.context(),
-        ):
+        with without_traces(self._module), torch.no_grad(), quiet, run.context():
             try:
                 with self.cut.flow.probing():
                     run.step(*run.calls[0])
@@ -468,7 +463,9 @@ class Pipeline:
         recording = logs.recording(self._module, piece.count, lambda: self._steps.weights.of_mean)
         traces = nullcontext() if piece.count else without_traces(self._module)
         before = self.cut.block_before(stage).carrying(auxiliary.squeeze(0)) if is_last else nullcontext()
-        with traces, before, self.cut.flow.of(stage, hidden), recording, run.context():
+        self._seed(piece, 0)  # alike on all stages, of which one computes with the noise and another one its loss
+        flow = self.cut.flow.of(stage, hidden, partial(self._seed, piece, 1 + stage))
+        with traces, before, flow, recording, run.context():
             try:
                 outcome = run.step(*run.calls[micro])
             except Left as left:
@@ -479,6 +476,13 @@ class Pipeline:
         if not is_last:
             return self._sent(outcome, auxiliary, layers, self._wire)
         return self._loss(run, outcome, auxiliary)
+
+    def _seed(self, piece: StepSlice, part: int) -> None:
+        """Seed the global generators for a part of the step of a micro-batch."""
+        seed = mixed_seed(self._steps.stream.seed, piece.step, piece.micro, piece.offset, part)
+        OwnGenerators.seed(seed)
+        if self._world.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _sent(self, hidden: Tensor, auxiliary: Tensor, layers: Sequence[MoELayer], wire: int) -> tuple[Tensor, Tensor]:
         """Return the tensors for the next stage: hidden states, and the auxiliary losses so far."""

@@ -339,18 +339,20 @@ class _Flow:
         self._stages = stages
         self.stage: int | None = None
         self._arrived: Tensor | None = None
+        self._enter: Callable[[], None]
         self._next = 0
         self._is_probe = False
         self.is_inside = False
 
     @contextmanager
-    def of(self, stage: int, arrived: Tensor | None) -> Generator[None, None, None]:
+    def of(self, stage: int, arrived: Tensor | None, enter: Callable[[], None]) -> Generator[None, None, None]:
         """Compute one stage in the step inside.
 
         Args:
             arrived: flat hidden states of the stage before, perhaps with padding behind them.
+            enter: called before the first block of the stage.
         """
-        self.stage, self._arrived, self._next = stage, arrived, self._stages.bounds[stage]
+        self.stage, self._arrived, self._next, self._enter = stage, arrived, self._stages.bounds[stage], enter
         self.is_inside = False
         try:
             yield
@@ -402,6 +404,8 @@ class _Flow:
                 "the other, each once in a step"
             )
         self._next += 1
+        if index == chunk[0]:
+            self._enter()
         if index == chunk[0] and self._arrived is not None:
             # A block may change its argument in place, but not the receive buffer, a leaf that requires gradients.
             hidden = self._arrived[: hidden.numel()].view(hidden.shape).clone()

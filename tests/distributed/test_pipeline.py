@@ -4,6 +4,7 @@ on one rank.
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -503,6 +504,50 @@ def test_the_result_of_a_validation_is_weighted_as_its_micro_batches_are() -> No
         assert found == pytest.approx(alone, abs=TOLERANCE)
 
 
+class Drawing(nn.Dropout):
+    """Block that records what it draws."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.drawn.append(float(torch.rand(())))
+        return super().forward(x)
+
+
+class Noisy(Own):
+    """Draws noise before the blocks, and records it with a token of the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([*self.body, *(Drawing() for _ in range(5))])
+        self.noise: list[tuple[float, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        noise = float(torch.randn(())), float(np.random.rand()), random.random()  # noqa: NPY002
+        self.noise.append((*noise, float(batch[0][0, 0])))
+        return super().training_step(batch, batch_idx)
+
+
+def noise(rank: int, world_size: int, schedule: str) -> tuple[list[tuple[float, ...]], list[float]]:
+    """Noise before the blocks and in those of this rank."""
+    module = Noisy()
+    strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS, "schedule": schedule}
+    train(rank, world_size, own_module=lambda: module, steps=2, strategy=strategy)
+    return module.noise, [value for block in module.body if isinstance(block, Drawing) for value in block.drawn]
+
+
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])
+def test_stages_draw_the_same_noise_before_their_blocks_and_other_noise_in_them(schedule: str) -> None:
+    (first, in_first), (second, in_second) = run_pooled(2, partial(noise, schedule=schedule))
+    assert set(first) == set(second)
+    assert len({drawn for drawn, *_ in first}) == 2 * MICROS
+    inside = [*in_first, *in_second]
+    assert len(set(inside)) == len(inside) == 5 * 2 * MICROS
+
+
 class Attention(nn.Module):
     """A block of a user's."""
 
@@ -710,8 +755,8 @@ def test_a_stage_refuses_what_is_computed_from_parameters_of_another(scale: Any,
     module.body = nn.ModuleList([Scaled(32, 32), Scaled(32, 32)])
     cut = StageCut(module, range(1, 2), 2)
     cut.apply(torch.device("cpu"))
-    refused = pytest.raises(ConfigurationError, match="computed before the blocks from (shift|embed.weight) is used")
-    with refused if is_refused else nullcontext(), cut.flow.watching(), cut.flow.of(1, torch.zeros(64)):
+    refused = pytest.raises(ConfigurationError, match=r"before the blocks from (shift|embed\.weight) is used")
+    with refused if is_refused else nullcontext(), cut.flow.watching(), cut.flow.of(1, torch.zeros(64), lambda: None):
         h = module.embed(torch.arange(2)) + module.shift
         condition = scale(module, h)
         for block in module.body:
