@@ -24,6 +24,7 @@ from torch import Tensor
 from moe_lightning.checkpoint.files import read_file, write_file
 from moe_lightning.cli.capacity import GIB
 from moe_lightning.cli.resume import config_of
+from moe_lightning.cli.saved_model import require_known
 from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 
@@ -172,12 +173,13 @@ def edit_file(
     Raises:
         ConfigurationError: an edit that cannot be, or that changes nothing, another module, layers that would differ,
             or data of the run that cannot be loaded: nothing is written.
-        CheckpointError: the source is missing or damaged.
+        CheckpointError: the source is missing or damaged, or holds more than the model of its configuration.
     """
     if target.exists():
         raise ConfigurationError(f"{target} exists: name a file that does not")
     checkpoint = read_file(source)
     module = _module(checkpoint, source)
+    require_known(checkpoint["state_dict"], module.state_dict(), source)
     num_experts = module.config.num_experts
     tables = edit_tables(edits(len(_layers(module))), num_experts, loads_LE)
     _check(tables, module.config.router.top_k, source.stat().st_size)

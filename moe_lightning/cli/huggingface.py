@@ -19,18 +19,17 @@ from moe_lightning.checkpoint.inspect import chat_template, end_of_text, trained
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
-from moe_lightning.cli.saved_model import SavedModel, open_saved, other_tokenizer, trained_config
+from moe_lightning.cli.saved_model import SavedModel, open_saved, other_tokenizer, require_known, trained_config
 from moe_lightning.config import build_config, shown
 from moe_lightning.data.text import shown_sources, sources_of
 from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.hub import CONFIG, TOKENIZER, TOKENIZERS, hub_name, local_folder, local_tokenizer
-from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
+from moe_lightning.state.tensors import BASE_DIGEST, digest_of, require_same_base
 
 if TYPE_CHECKING:
     from moe_lightning.models.huggingface.architecture import Architecture
     from moe_lightning.models.huggingface.card import TrainingFacts
-    from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
 
 def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, adapter_alone: bool = False) -> int:
@@ -63,9 +62,8 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         _require_original(config.pretrained)
     with new_folder(target) as staged:
         if adapter_alone:
-            adapted = trained.adapted(alone=True)
-            dense, stacks = adapted.adapters(), adapted.expert_adapters()
-            written = write_adapter(staged, export, adapted.config, config.pretrained, dense, stacks)
+            assert config.adapter is not None  # `require_adapters`
+            written = write_adapter(staged, export, config.adapter, config.pretrained, *trained.adapters())
         else:
             written = export.write(staged, *trained.weights())
         trained.copy_companions(staged)
@@ -149,6 +147,7 @@ class _Trained:
         from moe_lightning.models.huggingface.export import plan_export
         from moe_lightning.models.huggingface.loading import build_skeleton
         from moe_lightning.models.huggingface.module import HuggingFaceConfig
+        from moe_lightning.moe.adapters import adapt_dense
 
         self.source = open_saved(path)
         values = self.source.values.get("hyper_parameters", {})
@@ -160,7 +159,13 @@ class _Trained:
         self.config = build_config(HuggingFaceConfig, trained_config(values))
         self.optimizer = build_config(OptimizerConfig, values["optimizer"])
         self.architecture = self.config.architecture(values["huggingface"])
-        self.export = plan_export(self.architecture, build_skeleton(self.architecture), dtype)
+        self.skeleton = build_skeleton(self.architecture, self.config.adapter)
+        if self.config.adapter is not None:
+            adapt_dense(self.skeleton, self.config.adapter)
+        layers = [f"{block}.moe" for block in self.architecture.layers]
+        self.names = self.source.names(layers)
+        require_known(self.names, self.skeleton.state_dict(), self.source.path)
+        self.export = plan_export(self.architecture, self.skeleton, dtype)
 
     def copy_companions(self, target: Path) -> None:
         """Give a folder the tokenizer, with what belongs to it, of the run or of the model that it began with."""
@@ -198,18 +203,63 @@ class _Trained:
         load_tokenizer(str(file))
         return file
 
-    def adapted(self, *, alone: bool) -> _Adapted:
-        """Return the model with its adapters."""
-        return _Adapted(self.source, self.config, self.architecture, alone=alone)
+    def adapters(self) -> tuple[Mapping[str, Tensor], Iterator[dict[str, Tensor]]]:
+        """Return the adapters alone: those outside of experts by their names in the model, and the stacks of one block
+        after the other; the folder of the weights beside them is not read.
+
+        Raises:
+            ConfigurationError: the weights beside them are others than at the beginning.
+        """
+        from moe_lightning.moe.adapters import dense_base
+
+        base, named = {*dense_base(self.skeleton)}, list(self.skeleton.named_parameters())
+        held = [name for name, parameter in named if parameter in base and name in self.names]
+        if held and digest_of(map(self.source.dense, held)) != self.source.dense(BASE_DIGEST).item():
+            raise ConfigurationError(
+                f"{self.source.path} has trained other weights too, which adapters alone cannot hold: export without "
+                "--adapter"
+            )
+        return self._dense_adapters(), _stacks(self.source, self.architecture, "lora_")
 
     def weights(self) -> tuple[Mapping[str, Tensor], Iterator[dict[str, Tensor]]]:
         """Return the tensors outside of experts by their names in the model, and the stacks of one block after the
-        other; adapters are added."""
-        if self.config.adapter is not None:
-            adapted = self.adapted(alone=False)
-            return adapted.dense(), adapted.experts()
-        dense = {name: self.source.dense(name) for name in self.export.dense}
-        return dense, _stacks(self.source, self.architecture)
+        other. Adapters are added to what the checkpoint has, and to the folder's weights where it has none.
+
+        Raises:
+            CheckpointError: the folder holds other weights than those that the adapters were trained beside.
+        """
+        from moe_lightning.models.huggingface.export import merged_dense
+        from moe_lightning.models.huggingface.loading import load_model
+        from moe_lightning.moe.experts import deferred_experts
+
+        if self.config.adapter is None:
+            dense = {name: self.source.dense(name) for name in self.export.dense}
+            return dense, _stacks(self.source, self.architecture)
+        with deferred_experts():
+            here = load_model(self.architecture, self.config.weights(), self.config.adapter).state_dict()
+        saved, folder = self.source.dense(BASE_DIGEST), self.config.pretrained
+        require_same_base(saved, here[BASE_DIGEST], BASE_DIGEST, folder)
+        held = {name: self.source.dense(name) for name in self.export.dense if name in self.names}
+        return merged_dense(here | held | self._dense_adapters(), self.config.adapter), self._merged_experts()
+
+    def _dense_adapters(self) -> dict[str, Tensor]:
+        names = [name for name, _ in self.skeleton.named_parameters() if ".adapter.lora_" in name]
+        return {name: self.source.dense(name) for name in names}
+
+    def _merged_experts(self) -> Iterator[dict[str, Tensor]]:
+        from moe_lightning.models.huggingface.export import merged_experts
+        from moe_lightning.moe.adapters import is_adapter
+
+        assert self.config.adapter is not None
+        for index, (block, layer) in enumerate(self.architecture.layers.items()):
+            experts, prefix = layer.experts, f"{block}.moe.experts."
+            experts.place(range(layer.num_experts), torch.device("cpu"))
+            here = {name: stack.detach() for name, stack in experts.stacked_parameters().items()}
+            names = [name for name in here if is_adapter(name) or f"{prefix}{name}" in self.names]
+            saved = {name: self.source.experts(index, f"{block}.moe", name, layer.num_experts) for name in names}
+            require_same_base(saved[BASE_DIGEST], here[BASE_DIGEST], f"MoE layer {index}", self.config.pretrained)
+            yield merged_experts(here | saved, experts.shapes, self.config.adapter)
+            experts.to_empty(device="meta")  # one layer at a time
 
 
 def _stacks(source: SavedModel, architecture: Architecture, prefix: str = "") -> Iterator[dict[str, Tensor]]:
@@ -236,65 +286,3 @@ def _facts(source: SavedModel) -> TrainingFacts:
         global_batch_size=batch_size if isinstance(batch_size, int) else None,
         metrics={name: values[-1] for name, values in before.items() if values},
     )
-
-
-class _Adapted:
-    """A model with the adapters of a checkpoint beside the weights of the folder that it was trained from.
-
-    Args:
-        source: the checkpoint.
-        config: with adapters.
-        architecture: of the model.
-        alone: only adapters are asked for, so the folder is not read.
-
-    Raises:
-        CheckpointError: the folder holds other weights than those that the adapters were trained beside.
-    """
-
-    def __init__(
-        self, source: SavedModel, config: HuggingFaceConfig, architecture: Architecture, *, alone: bool
-    ) -> None:
-        from moe_lightning.models.huggingface.loading import build_skeleton, load_model
-        from moe_lightning.moe.adapters import adapt_dense
-        from moe_lightning.moe.experts import deferred_experts
-
-        assert config.adapter is not None
-        self._source, self.config, self._architecture = source, config.adapter, architecture
-        self._folder = config.pretrained
-        if alone:
-            self._model = build_skeleton(architecture, config.adapter)
-            adapt_dense(self._model, config.adapter)
-            return
-        with deferred_experts():
-            self._model = load_model(architecture, config.weights(), config.adapter)
-
-    def adapters(self) -> dict[str, Tensor]:
-        """Adapters of layers outside of experts, by the layers' names in the model."""
-        names = [name for name, _ in self._model.named_parameters() if ".adapter.lora_" in name]
-        return {name: self._source.dense(name) for name in names}
-
-    def expert_adapters(self) -> Iterator[dict[str, Tensor]]:
-        """Adapters of each block's experts, in order, as stacks [E, ...]."""
-        return _stacks(self._source, self._architecture, "lora_")
-
-    def dense(self) -> dict[str, Tensor]:
-        """The tensors outside of experts, by their names in the model, with the adapters added."""
-        from moe_lightning.models.huggingface.export import merged_dense
-
-        here = self._model.state_dict()
-        require_same_base(self._source.dense(BASE_DIGEST), here[BASE_DIGEST], BASE_DIGEST, self._folder)
-        return merged_dense(here | self.adapters(), self.config)
-
-    def experts(self) -> Iterator[dict[str, Tensor]]:
-        """The stacks [E, ...] of one block after the other, with the adapters added."""
-        from moe_lightning.models.huggingface.export import merged_experts
-
-        layers = self._architecture.layers.items()
-        for index, ((block, layer), adapters) in enumerate(zip(layers, self.expert_adapters(), strict=True)):
-            experts = layer.experts
-            experts.place(range(layer.num_experts), torch.device("cpu"))
-            stacks = {name: stack.detach() for name, stack in experts.stacked_parameters().items()} | adapters
-            saved = self._source.experts(index, f"{block}.moe", BASE_DIGEST, layer.num_experts)
-            require_same_base(saved, stacks[BASE_DIGEST], f"MoE layer {index}", self._folder)
-            yield merged_experts(stacks, experts.shapes, self.config)
-            experts.to_empty(device="meta")  # one layer at a time

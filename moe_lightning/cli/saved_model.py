@@ -6,7 +6,7 @@ as they were saved last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.hub import TOKENIZER, local_folder
 from moe_lightning.moe.adapters import is_adapter
+from moe_lightning.state.pieces import is_expert_key, parse_dense_key, parse_expert_key
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def network_of(saved: SavedModel) -> Any:
 
     Raises:
         ConfigurationError: it is of another module.
-        CheckpointError: a tensor is missing or of another shape, or adapters were trained beside other weights.
+        CheckpointError: a tensor is missing, of another shape or not of the model, or adapters were trained beside
+            other weights.
     """
     hyper_parameters = saved.values.get("hyper_parameters", {})
     config = hyper_parameters.get("config")
@@ -147,8 +149,8 @@ def _fill(network: nn.Module, saved: SavedModel, *, base: Path | None) -> None:
     """Copy the tensors of a checkpoint into a model.
 
     Args:
-        base: folder of the weights that are in the model already, beside which adapters were trained; None: every
-            tensor is in the checkpoint.
+        base: folder of the weights that are in the model already, beside which adapters were trained: what the
+            checkpoint has not stays; None: every tensor is in the checkpoint.
     """
     from moe_lightning.moe.layer import MoELayer
 
@@ -158,9 +160,11 @@ def _fill(network: nn.Module, saved: SavedModel, *, base: Path | None) -> None:
         for index, (layer, module) in enumerate(layers)
         for name in module.experts.stacked_parameters()
     }
+    names, tensors = saved.names([name for name, _ in layers]), network.state_dict(keep_vars=True)
+    require_known(names, tensors, saved.path)
     filled = set[Tensor]()  # by identity: tied weights are saved once
-    for name, tensor in network.state_dict(keep_vars=True).items():
-        if tensor in filled or (base is not None and not is_adapter(name)):
+    for name, tensor in tensors.items():
+        if tensor in filled or (base is not None and name not in names and not is_adapter(name)):
             continue
         value = saved.experts(*stacks[name]) if name in stacks else saved.dense(name)
         if base is not None and name.rpartition(".")[2] == BASE_DIGEST:
@@ -172,6 +176,26 @@ def _fill(network: nn.Module, saved: SavedModel, *, base: Path | None) -> None:
             )
         tensor.copy_(value)
         filled.add(tensor)
+
+
+def require_known(names: Iterable[str], known: Iterable[str], path: Place) -> None:
+    """Refuse a checkpoint with more than the model of its configuration, such as adapters of `add_adapters`, without
+    which that model would be another one.
+
+    Args:
+        names: of the checkpoint's tensors.
+        known: those of the model.
+        path: of the checkpoint.
+
+    Raises:
+        CheckpointError: it holds others.
+    """
+    others = sorted({*names}.difference(known))
+    if others:
+        raise CheckpointError(
+            f"{path} holds {len(others)} tensors of adapters or layers that its configuration does not name, such as "
+            f"{others[0]!r}: load it with the code that trained it"
+        )
 
 
 class _File:
@@ -186,6 +210,10 @@ class _File:
         checkpoint = read_file(path)
         self.path, self._state = path, checkpoint["state_dict"]
         self.values: Mapping[str, Any] = checkpoint
+
+    def names(self, layers: Sequence[str]) -> set[str]:
+        """The names in the model of all its tensors; `layers` are the names of the MoE layers."""
+        return {name.removeprefix(_MODEL) for name in self._state if name.startswith(_MODEL)}
 
     def dense(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the model."""
@@ -208,6 +236,14 @@ class _Directory:
         checkpoint.verify()
         self._checkpoint, self.path, self._keys = checkpoint, checkpoint.path, {*checkpoint.keys()}
         self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
+
+    def names(self, layers: Sequence[str]) -> set[str]:
+        dense = {parse_dense_key(key)[0] for key in self._keys if key.startswith(f"dense/{_MODEL}")}
+        experts = (parse_expert_key(key) for key in self._keys if is_expert_key(key))
+        stacks = {(index, name) for index, _, _, name in experts}
+        return {name.removeprefix(_MODEL) for name in dense} | {
+            f"{layers[index] if index < len(layers) else index}.experts.{name}" for index, name in stacks
+        }
 
     def dense(self, name: str) -> Tensor:
         prefix = f"dense/{_MODEL}{name}/"

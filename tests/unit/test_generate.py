@@ -10,6 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader
 
+from moe_lightning import ExpertParallelStrategy
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.checkpoint.inspect import checkpoint_files
+from moe_lightning.cli.expert_edits import ExpertEdit, edit_file
 from moe_lightning.cli.generate import TextStream, main
 from moe_lightning.cli.language_model import open_language_model
 from moe_lightning.cli.run_directory import checkpoints
@@ -28,10 +33,14 @@ from moe_lightning.cli.saved_model import open_saved
 from moe_lightning.data.documents import source_files
 from moe_lightning.data.token_folder import Recipe, write_token_folder
 from moe_lightning.data.tokenizer import ByteTokenizer
+from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.generation import Sampling, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.gpt_module import GPTModule
-from tests.huggingface_models import DENSE, SPARSE, VARIANTS, make_checkpoint, transformers
+from moe_lightning.moe.adapters import add_adapters
+from tests.agents import ForkedAgent
+from tests.distributed.training import RandomTokens, quiet, quiet_trainer
+from tests.huggingface_models import DENSE, SPARSE, VARIANTS, logits_of, make_checkpoint, reloaded, transformers
 from tests.parameters import slow
 
 PROMPT = "1 + 2 = "  # bytes below 64, which every small model knows
@@ -195,6 +204,70 @@ def test_adapters_are_added_to_the_weights_of_their_base(
     make_checkpoint("olmoe", tmp_path / "base", initializer_range=0.3)
     assert main([str(path), PROMPT, "--tokenizer", "bytes"]) == 2
     assert "were trained beside other base weights" in capsys.readouterr().err
+
+
+def test_what_was_trained_beside_adapters_is_in_texts_and_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint file, which has all weights, and of a directory, which has only those that were trained."""
+    from moe_lightning.cli.huggingface import export_checkpoint
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.start_agent", ForkedAgent)
+    make_checkpoint("olmoe", tmp_path / "base")
+    adapter = {"rank": 3, "targets": ["experts", "attention"]}
+
+    class WithEmbedding(HuggingFaceModule):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.model.get_input_embeddings().weight.requires_grad_(True)
+
+    module = WithEmbedding(
+        {"pretrained": str(tmp_path / "base"), "context_length": 16, "adapter": adapter},
+        {"warmup_steps": 0, "decay": "constant", "lr": 0.05},
+    )
+    quiet()
+    saver = PartialExpertsCheckpoint(str(tmp_path / "run"), every_n_steps=2)
+    trainer = quiet_trainer(
+        strategy=ExpertParallelStrategy(), max_steps=2, callbacks=[saver], enable_checkpointing=True
+    )
+    trainer.fit(module, DataLoader(RandomTokens(8), batch_size=4))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    ids = torch.tensor([IDS])
+    with torch.no_grad():
+        expected = module.eval()(ids)
+    for path in (tmp_path / "run.ckpt", tmp_path / "run"):
+        texts = open_language_model(str(path), tokenizer="bytes")
+        target = path.with_name(f"{path.name}-merged")
+        export_checkpoint(path, target, dtype="float32")
+        for network in (texts.network, reloaded(target)):
+            torch.testing.assert_close(logits_of(network, ids), expected, rtol=0, atol=1e-4)
+        with pytest.raises(ConfigurationError, match="has trained other weights too"):
+            export_checkpoint(path, tmp_path / "alone", adapter_alone=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "olmoe"])
+def test_adapters_that_the_configuration_does_not_name_are_not_left_out(kind: str, tmp_path: Path) -> None:
+    from moe_lightning.cli.huggingface import export_checkpoint
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    path, others = tmp_path / "run.ckpt", "tensors of adapters or layers that its configuration does not name"
+    if kind == "gpt":
+        module = gpt()
+    else:
+        make_checkpoint(kind, tmp_path / "base")
+        module = HuggingFaceModule({"pretrained": str(tmp_path / "base"), "context_length": 16})
+        module.configure_model()
+    add_adapters(module.model, {"rank": 2})
+    save(module, path)
+    with pytest.raises(CheckpointError, match=others):
+        open_language_model(str(path), tokenizer="bytes")
+    write = {
+        "gpt": partial(edit_file, edits=lambda layers: [ExpertEdit(prune=(3,))] * layers),
+        "olmoe": export_checkpoint,
+    }
+    with pytest.raises(CheckpointError, match=others):
+        write[kind](path, tmp_path / "written")
 
 
 def test_a_seed_repeats_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
