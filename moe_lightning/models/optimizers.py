@@ -39,7 +39,10 @@ class GroupOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update_group([p for p in group["params"] if p.grad is not None], group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            device = parameters[0].device.type if parameters else "cpu"
+            with torch.autocast(device, enabled=False):  # which manual optimization runs its whole step in
+                self._update_group(parameters, group)
         return loss
 
     @abstractmethod

@@ -11,7 +11,7 @@ from torch import nn
 from moe_lightning import GPT, GPTConfig
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.optimizers import Muon, muon_groups, orthogonalised, parameter_groups
+from moe_lightning.models.optimizers import Adafactor, Muon, muon_groups, orthogonalised, parameter_groups
 from moe_lightning.moe.adapters import add_adapters
 from moe_lightning.moe.experts import Experts
 from moe_lightning.parallel.context import World
@@ -66,6 +66,19 @@ def test_every_state_counts_its_steps(matrices: str, shape: tuple[int, ...]) -> 
     optimizer = Muon([parameter], matrices=matrices)
     trained(optimizer, parameter)
     assert optimizer.state[parameter]["step"] == 4
+
+
+@pytest.mark.parametrize("kind", [Muon, Adafactor])
+def test_updates_inside_of_autocast_keep_their_precision(kind: type[Muon] | type[Adafactor]) -> None:
+    """As manual optimization makes them; a closure computes in the precision of the caller."""
+    inside, outside = (nn.Parameter(torch.ones(12, 20)) for _ in range(2))
+    trained(kind([outside]), outside)
+    with torch.autocast("cpu", torch.bfloat16):
+        optimizer = kind([inside])
+        trained(optimizer, inside)
+        inside.grad = None
+        assert optimizer.step(lambda: inside @ inside.T).dtype == torch.bfloat16
+    assert torch.equal(inside, outside)
 
 
 def test_updates_are_nearly_orthogonal_and_nothing_comes_of_nothing() -> None:
