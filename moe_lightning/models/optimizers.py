@@ -50,6 +50,11 @@ class GroupOptimizer(Optimizer):
         """Update these, by the options of their group."""
 
 
+def _no_steps() -> Tensor:
+    """Return the count of a new state: float32 under every default dtype, for bfloat16 counts to 256 only."""
+    return torch.tensor(0.0, dtype=torch.float32)
+
+
 def vectors_of(model: nn.Module) -> set[nn.Parameter]:
     """Trained biases, norms and tensors whose other sizes are one, and the biases of experts, however many are here."""
     stacks = _stacks_of(model)
@@ -121,7 +126,7 @@ class Muon(GroupOptimizer):
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if not state:  # every state counts its steps, for a rank that has none of its kind to tell others of
-            state |= {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(gradient)}
+            state |= {"step": _no_steps(), "momentum_buffer": torch.zeros_like(gradient)}
         state["step"] += 1
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - group["momentum"])
@@ -138,7 +143,7 @@ class Muon(GroupOptimizer):
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
-                state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
+                state |= {"step": _no_steps(), "exp_avg": torch.zeros_like(parameter)}
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         adamw(
             parameters,
@@ -233,7 +238,7 @@ class Adafactor(GroupOptimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = _no_steps()
             state |= _first_moments(gradient, is_matrix=gradient.ndim - group["stacked"] > 1)
         state["step"] += 1
         step = float(state["step"])

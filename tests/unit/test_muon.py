@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,6 +69,21 @@ def test_every_state_counts_its_steps(matrices: str, shape: tuple[int, ...]) -> 
     optimizer = Muon([parameter], matrices=matrices)
     trained(optimizer, parameter)
     assert optimizer.state[parameter]["step"] == 4
+
+
+@pytest.mark.parametrize("optimizer", [Muon, partial(Muon, matrices="none"), Adafactor])
+def test_counts_do_not_end_under_a_default_of_half_precision(optimizer: Callable[..., Muon | Adafactor]) -> None:
+    """Manual optimization steps under it in bf16-true; bfloat16 counts to 256."""
+    parameter = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        built = optimizer([parameter])
+        for _ in range(258):
+            built.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert built.state[parameter]["step"] == 258
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
