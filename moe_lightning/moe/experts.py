@@ -74,7 +74,7 @@ def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, uint8 [P / 2], two numbers a byte with the first in the low half, and scales, float32 [P / 64]."""
     blocks = matrix.reshape(-1, BLOCK).float()
     scales = blocks.abs().amax(dim=1)
-    values = torch.tensor(_NF4, device=matrix.device)
+    values = torch.tensor(_NF4, dtype=torch.float32, device=matrix.device)
     shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
     nearest = torch.bucketize(shares.contiguous(), (values[1:] + values[:-1]) / 2).to(torch.uint8).view(-1, 2)
     return nearest[:, 0] | nearest[:, 1] << 4, scales

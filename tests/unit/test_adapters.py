@@ -228,6 +228,17 @@ def test_a_model_without_adapters_has_none_to_write() -> None:
         require_adapters(None)
 
 
+def test_four_bits_do_not_depend_on_the_default_precision() -> None:
+    matrix = torch.randn(64, 64)
+    codes, _ = quantise(matrix)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again, _ = quantise(matrix)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(codes, again)
+
+
 def test_a_matrix_of_any_layout_is_quantised_without_a_warning() -> None:
     torch.set_warn_always(True)  # torch says such things once a process
     try:
