@@ -460,14 +460,18 @@ def _print_health(words: Sequence[str]) -> None:
 
 def run_command(arguments: Sequence[str]) -> Path:
     """Run a command of one training, and return its run directory; raises as `run_job`."""
-    directories = _run_hydra(arguments)
+    directories = _run_hydra(arguments, is_called=True)
     if len(directories) != 1:
         raise ConfigurationError("one training has one value of each setting: call it once for each of several")
     return directories[0]
 
 
-def _run_hydra(arguments: Sequence[str]) -> list[Path]:
-    """Run a command and return the run directories of its trainings."""
+def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[Path]:
+    """Run a command and return the run directories of its trainings.
+
+    Args:
+        is_called: by a program, which reads the metrics of the run.
+    """
     # Hydra's machinery without hydra.main, which would answer a wrong option with a screen of usage.
     from hydra import version
     from hydra.core.hydra_config import HydraConfig
@@ -499,7 +503,7 @@ def _run_hydra(arguments: Sequence[str]) -> list[Path]:
         try:
             directories.append(Path(runtime.cwd, str(composed.run_dir)))
             with chdir(runtime.cwd):  # under hydra.job.chdir=true relative paths are those of the command all the same
-                return run_job(composed)
+                return run_job(composed, is_called=is_called)
         except Exception as error:
             failures.append(error)
             remove_empty(Path(runtime.output_dir))  # Hydra made it before anything was checked
@@ -571,9 +575,12 @@ def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
         return table(("key", "value", "rule"), dial_rows(composed))
 
 
-def run_job(composed: DictConfig) -> float | None:
+def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:
     """Train as one composed configuration says: in this process, or on ranks of its own. What sweepers get: the last
     value of the metric that `objective` names, None without one and on ranks above 0 of torchrun and the like.
+
+    Args:
+        is_called: by a program, which reads the metrics of the run.
 
     Raises:
         ConfigurationError, CheckpointError: a mistake of the user, found here.
@@ -588,7 +595,7 @@ def run_job(composed: DictConfig) -> float | None:
         if not _finished(directory, config):
             _launch(directory, config, elastic, external=external)
         return None
-    if finished := _finished(directory, config):
+    if finished := _finished(directory, config, is_read=is_called or config["objective"] is not None):
         from moe_lightning.cli.training import check
 
         check(config)  # wrong values are named all the same
@@ -773,8 +780,15 @@ def _elastic_launcher(
     return ElasticLauncher(num_ranks=ranks_of(config["trainer"]), log_dir=directory.logs, **elastic)
 
 
-def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
-    """Return the message of a run that has nothing left to do; "" for any other."""
+def _finished(directory: RunDirectory, config: Mapping[str, Any], *, is_read: bool = False) -> str:
+    """Return the message of a run that has nothing left to do; "" for any other.
+
+    Args:
+        is_read: a program takes its metrics for those of this command.
+
+    Raises:
+        ConfigurationError: they are those of settings which a resume would refuse, or of more steps.
+    """
     max_steps = config["trainer"].get("max_steps")
     if config["task"] != "train" or not goes_on(config) or not isinstance(max_steps, int) or max_steps <= 0:
         return ""
@@ -782,13 +796,17 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     if last is None:
         return ""
     former = config_of(last.path)
-    others = unused(changes(former, config)) if former else ""
-    start = "" if config["resume"] is False else ", start over with resume=false"
+    found = changes(former, config) if former else []
     asked = f" (trainer.max_steps={max_steps} asks for fewer)" if max_steps < last.step else ""
-    return (
-        f"{directory} has finished its {last.step} steps{asked}{others}: give this run another run_name{start}, or "
-        "measure it with task=validate"
-    )
+    head = f"{directory} has finished its {last.step} steps{asked}"
+    refused = [change for change in found if change.is_on_request or not change.is_possible]
+    if is_read and (asked or refused):
+        raise ConfigurationError(
+            f"{head}{unused(refused)}, so it has no metrics of this command: give this run another run_name, or start "
+            "over with resume=false"
+        )
+    start = "" if config["resume"] is False else ", start over with resume=false"
+    return f"{head}{unused(found)}: give this run another run_name{start}, or measure it with task=validate"
 
 
 def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bool) -> tuple[Path | None, str]:

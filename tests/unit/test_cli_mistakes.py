@@ -66,7 +66,7 @@ def test_starting(typed: list[str], named: list[str], capfd: pytest.CaptureFixtu
 
 def test_relative_paths_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Path]()
-    monkeypatch.setattr(train, "run_job", lambda composed: seen.append(Path.cwd()))
+    monkeypatch.setattr(train, "run_job", lambda composed, **options: seen.append(Path.cwd()))
     with pytest.raises(SystemExit):
         main(["hydra.job.chdir=true", *TINY])
     assert seen == [tmp_path]

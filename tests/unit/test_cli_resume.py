@@ -324,6 +324,18 @@ def test_what_a_command_already_says_is_no_advice(
     assert "has finished its 4 steps (trainer.max_steps=3 asks for fewer): give this run another" in fewer
 
 
+def test_the_metrics_of_a_finished_run_are_not_those_of_other_settings(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", began=True)
+    former = {"run_dir": str(run.path), "resume": True, "task": "train", "optimizer": {"lr": 1e-3}}
+    given = {**former, "trainer": {"max_steps": 4}}
+    run.config.write_text(yaml.safe_dump(former))
+    assert train._finished(run, given, is_read=True)
+    with pytest.raises(ConfigurationError, match=r"other settings .*: optimizer.lr 0.001 -> 0.1, so it has no metrics"):
+        train._finished(run, {**given, "optimizer": {"lr": 1e-1}}, is_read=True)
+    with pytest.raises(ConfigurationError, match=r"max_steps=3 asks for fewer\), so it has no metrics"):
+        train._finished(run, {**given, "trainer": {"max_steps": 3}}, is_read=True)
+
+
 @pytest.mark.parametrize(("starts_over", "how"), [(False, ""), (True, " with resume=true")])
 def test_what_an_interrupted_command_does_next(starts_over: bool, how: str, tmp_path: Path) -> None:
     told = train._outlook(_run(tmp_path / "run", began=True), starts_over=starts_over)

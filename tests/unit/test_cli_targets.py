@@ -227,7 +227,7 @@ def test_a_recipe_does_not_choose_the_program_of_workers(
 
 def test_own_recipes_can_be_swept(recipe: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
-    monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed: seeds.append(composed.seed))
+    monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed, **options: seeds.append(composed.seed))
     assert exit_code(main, [*recipe("log_every: 3"), "-m", "seed=1,2", "+hydra.job.env_set.GREETING=hello"]) == 0
     assert seeds == [1, 2]
 
@@ -244,7 +244,7 @@ def test_what_hydra_may_be_told(
     text: str, words: list[str], recipe: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, Any] = {}
-    monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed: found.update(os.environ))
+    monkeypatch.setattr("moe_lightning.cli.train.run_job", lambda composed, **options: found.update(os.environ))
     if "allowed" in words:
         monkeypatch.setenv(ALLOW_VARIABLE, "hydra")
     assert exit_code(main, [*recipe(text), *(word for word in words if word != "allowed")]) == 0
