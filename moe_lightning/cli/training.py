@@ -27,7 +27,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import Strategy
@@ -278,7 +278,8 @@ def _check_swin(config: SwinConfig, memory_bytes: int, state_bytes: int) -> None
 class GracefulStop(Callback):
     """Takes SIGINT and SIGTERM while training runs: the ranks agree at the next logging step to stop, and callbacks
     save what they save at the end of a training, without the validation before it and before the `min_epochs` and
-    `min_steps` of the Trainer are reached: a scheduler may not wait. A second
+    `min_steps` of the Trainer are reached: a scheduler may not wait. Callbacks that monitor a metric are not asked at
+    this end of an epoch, since they would judge the new weights by the last validation. A second
     SIGINT ends at once; SIGTERM may come from a scheduler that signals the launcher as well as its ranks.
 
     The ranks agree every `log_every_n_steps`, one rank alone after every step: asking in between would cost a
@@ -304,6 +305,8 @@ class GracefulStop(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.limit_val_batches = self._limit
         trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._least
+        for callback in _monitors(trainer):
+            vars(callback).pop("on_train_epoch_end", None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -326,6 +329,8 @@ class GracefulStop(Callback):
                 self.stopped_by = signal.SIGTERM if is_term else signal.SIGINT
                 trainer.should_stop, trainer.limit_val_batches = True, 0
                 trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
+                for callback in _monitors(trainer):
+                    callback.on_train_epoch_end = Callback().on_train_epoch_end  # type: ignore[method-assign]
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -338,6 +343,12 @@ class GracefulStop(Callback):
         if number == self._asked_by == signal.SIGINT:
             raise KeyboardInterrupt
         self._asked_by = signal.Signals(number)
+
+
+def _monitors(trainer: pl.Trainer) -> list[EarlyStopping | ModelCheckpoint]:
+    """Return the callbacks that judge the training by a metric."""
+    found = [one for one in trainer.callbacks if isinstance(one, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
+    return [callback for callback in found if callback.monitor is not None]
 
 
 def _is_notice(trainer: pl.Trainer) -> bool:

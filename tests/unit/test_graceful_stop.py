@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -74,6 +75,21 @@ def test_a_stop_does_not_wait_for_validation(tmp_path: Path) -> None:
     assert validated == [4]
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000006.ckpt"]
     assert trainer.limit_val_batches == 1.0
+
+
+@pytest.mark.parametrize("step", [3, 9])
+def test_a_stop_within_an_epoch_is_not_judged_by_the_validation_before_it(tmp_path: Path, step: int) -> None:
+    """In the first epoch there is none, and the callbacks would raise an error before anything is saved."""
+    judge, best = EarlyStopping("val/loss"), ModelCheckpoint(tmp_path / "best", monitor="val/loss", save_top_k=-1)
+    saver = LatestCheckpoint(tmp_path, every_n_train_steps=100)
+    callbacks = [GracefulStop(), Impatient(step), judge, best, saver]
+    trainer = make_trainer(0, 1, callbacks=callbacks, max_epochs=3, enable_checkpointing=True)
+    trainer.fit(GPTModule(TINY), *(DataLoader(RandomTokens(96), batch_size=12) for _ in range(2)))
+    assert trainer.global_step == step + 1
+    assert judge.wait_count == 0
+    assert len(best.best_k_models) == step // 8
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == [f"step-{step + 1:07d}.ckpt"]
+    assert "on_train_epoch_end" not in vars(judge)
 
 
 @pytest.mark.parametrize("least", [{"min_steps": 10}, {"min_epochs": 2}])
