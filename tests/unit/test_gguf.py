@@ -109,16 +109,18 @@ def ask(path, **content):
     return json.load(urllib.request.urlopen(request))
 
 for text in json.load(sys.stdin):
-    ids = ask("/tokenize", content=text)["tokens"]
+    ids, begun = (ask("/tokenize", content=text, add_special=special)["tokens"] for special in (False, True))
     options = {"n_predict": 12, "temperature": 0.0, "return_tokens": True, "cache_prompt": False, "n_probs": 1}
     found = ask("/completion", prompt=ids, ignore_eos=True, **options)
     likeliest = [[token["id"], token["logprob"]] for token in found["completion_probabilities"][:1]]
-    print(json.dumps({"ids": ids, "new": found["tokens"], "likeliest": likeliest}))
+    print(json.dumps({"ids": ids, "begun": begun, "new": found["tokens"], "likeliest": likeliest}))
 """
 
 
 def llama_cpp(file: Path) -> list[dict[str, Any]]:
-    """For each text its tokens, the 12 that follow, and the likelihood of the first of these that has text."""
+    """For each text its tokens, without and with special ones, the 12 that follow, and the likelihood of the first of
+    these that has text.
+    """
     pytest.importorskip("xllamacpp", reason="xllamacpp, which has llama.cpp, is not installed")
     command = [sys.executable, "-c", _LLAMA_CPP, str(file)]
     found = subprocess.run(command, input=json.dumps(TEXTS), capture_output=True, text=True, timeout=200, check=False)
@@ -145,6 +147,7 @@ def test_llama_cpp_continues_as_transformers(name: str, kind: str, tmp_path: Pat
     for text, found in zip(TEXTS, llama_cpp(tmp_path / "model.gguf"), strict=True):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert found["ids"] == ids
+        assert found["begun"] == tokenizer(text)["input_ids"]
         options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         said = theirs.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options)
         assert found["new"] == said.sequences[0, len(ids) :].tolist()
@@ -252,6 +255,7 @@ def test_a_vocabulary_without_room_for_an_end_is_warned_of(tmp_path: Path) -> No
             ["model_type='deepseek_v3' cannot be written as GGUF, only mixtral, olmoe, qwen3_moe", "export-hf"],
         ),
         ("olmoe_normalised", {}, ["norm_topk_prob=True of olmoe", "only False"]),
+        ("olmoe", {"tie_word_embeddings": True}, ["tie_word_embeddings=True of olmoe", "only False"]),
         ("olmoe", {"clip_qkv": 3.0}, ["clip_qkv=3.0 of olmoe", "only None"]),
         ("qwen3", {"decoder_sparse_step": 2}, ["a qwen3_moe with dense layers", "experts in every layer"]),
         ("qwen3", {"attention_bias": True}, ["q_proj.bias cannot be written"]),
@@ -269,9 +273,11 @@ def test_what_llama_cpp_computes_otherwise_is_refused(
     check_refusal(tmp_path, words, capsys)
 
 
-def check_refusal(folder: Path, words: list[str], capsys: pytest.CaptureFixture[str], *options: str) -> None:
-    before = set(folder.iterdir())
-    assert main(["export-gguf", str(folder / "run.ckpt"), str(folder / "model.gguf"), *options]) == 2
+def check_refusal(
+    folder: Path, words: list[str], capsys: pytest.CaptureFixture[str], *options: str, to: str = "model.gguf"
+) -> None:
+    before, command = set(folder.iterdir()), "export-gguf" if to.endswith(".gguf") else "export-hf"
+    assert main([command, str(folder / "run.ckpt"), str(folder / to), *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
@@ -284,6 +290,11 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
     tokenizer = tmp_path / "theirs" / "tokenizer.json"
     content = json.loads(tokenizer.read_text())
     check_refusal(tmp_path, ["dtype=float64 cannot be written"], capsys, "--dtype", "float64")
+    checkpoint("olmoe", tmp_path, initializer_range=1e5)
+    for target in ("model.gguf", "folder"):
+        check_refusal(
+            tmp_path, ["weight' has values beyond 65504", "--dtype bfloat16"], capsys, "--dtype", "float16", to=target
+        )
     content["pre_tokenizer"]["add_prefix_space"] = True
     tokenizer.write_text(json.dumps(content))
     check_refusal(tmp_path, ["the tokenizer cannot be", "only byte-level BPE"], capsys)

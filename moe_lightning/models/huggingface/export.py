@@ -97,8 +97,8 @@ class Export:
     ) -> Iterator[dict[str, Tensor]]:
         yield {self.disk_name(name): self._cast(name, dense[name]) for name in self.dense}
         for block, stacks in zip(self.blocks, experts, strict=True):
-            cast = {name: self._cast(name, stack) for name, stack in stacks.items()}
-            written = self.family.layout.write(f"{block}.", cast)
+            stored = {name: self._cast(f"{block}.experts.{name}", stack) for name, stack in stacks.items()}
+            written = self.family.layout.write(f"{block}.", stored)
             yield {self.family.disk_name(name): tensor for name, tensor in written.items()}
 
     def disk_name(self, name: str) -> str:
@@ -109,7 +109,22 @@ class Export:
         if name.endswith(SELECTION_BIAS):
             tensor = tensor.view(self.family.bias_shape)
         keeps = not tensor.is_floating_point() or name in self.in_float32
-        return tensor if keeps else tensor.to(self.dtype)
+        return tensor if keeps else cast(name, tensor, self.dtype)
+
+
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the dtype of an export.
+
+    Raises:
+        ConfigurationError: it has values beyond the largest of that dtype.
+    """
+    stored = tensor.to(dtype)
+    if stored.isinf().any() and not torch.equal(stored.isinf(), tensor.isinf()):
+        raise ConfigurationError(
+            f"{name!r} has values beyond {torch.finfo(dtype).max:g}, the largest of "
+            f"{str(dtype).removeprefix('torch.')}: export with --dtype bfloat16 or float32"
+        )
+    return stored
 
 
 def plan_export(architecture: Architecture, model: nn.Module, dtype: str | None = None) -> Export:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text, replacing
 from moe_lightning.hub import CHAT_TEMPLATE, GENERATION, TOKENIZER
-from moe_lightning.models.huggingface.export import Export
+from moe_lightning.models.huggingface.export import Export, cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,9 @@ class _Architecture:
 
 _ARCHITECTURES = {
     "mixtral": _Architecture(arch=gguf.MODEL_ARCH.LLAMA, fixed={"sliding_window": None}, has_neighbors=True),
-    "olmoe": _Architecture(arch=gguf.MODEL_ARCH.OLMOE, fixed={"norm_topk_prob": False, "clip_qkv": None}),
+    "olmoe": _Architecture(
+        arch=gguf.MODEL_ARCH.OLMOE, fixed={"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False}
+    ),
     "qwen3_moe": _Architecture(arch=gguf.MODEL_ARCH.QWEN3MOE, fixed={"norm_topk_prob": True, "sliding_window": None}),
 }
 """By the `model_type` of config.json."""
@@ -105,7 +107,7 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in _tensors(export, dense, experts):
-            stored = tensor.detach().to(device="cpu", dtype=types[name]).contiguous()
+            stored = cast(name, tensor.detach().cpu(), types[name]).contiguous()
             writer.write_tensor_data(stored.view(torch.uint8).numpy())  # numpy has no bfloat16
         writer.close()
     return path.stat().st_size
@@ -227,6 +229,8 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any) -> None:
         special.chat_template = read_text(folder / CHAT_TEMPLATE)
     unused = [index for index in range(config.vocab_size) if index not in texts]
     special.special_token_ids |= _further_ends(folder, special.special_token_ids, texts, unused)
+    for end in ("bos", "eos"):  # for llama.cpp a text begins with the first where a SentencePiece file says nothing
+        special.add_special_token.setdefault(end, False)
     special.add_to_gguf(writer)
 
 
