@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -90,6 +90,15 @@ def _is_list(value: Any) -> bool:
 
 
 # ---------------------------------------------------------------------- metrics
+
+
+@contextmanager
+def without_updates(metrics: Iterable[Metric]) -> Generator[None, None, None]:
+    """Restore the states of metrics afterwards."""
+    before = [_undo_of_metric(metric) for metric in metrics]
+    yield
+    for undo in before:
+        undo()
 
 
 def _undo_of_metric(metric: Metric) -> Undo:

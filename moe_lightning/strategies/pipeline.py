@@ -33,7 +33,7 @@ from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.tensors import is_cut
 from moe_lightning.strategies.dense_parameters import sum_gradients
-from moe_lightning.strategies.dummy_batches import without_traces
+from moe_lightning.strategies.dummy_batches import without_traces, without_updates
 from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stages import Left, StageCut
 from moe_lightning.strategies.steps import Steps, add_gradients
@@ -255,6 +255,7 @@ class _Run:
         context: around its forward passes.
         calls: its arguments for each micro-batch.
         pieces: samples of each micro-batch.
+        metrics: outside of blocks, whose updates count in the last stage only.
         is_training: backward passes follow.
         outcomes, weights, logs: of the last stage.
         losses: of the last stage, as they are differentiated.
@@ -265,6 +266,7 @@ class _Run:
     context: Context
     calls: list[tuple[Any, ...]]
     pieces: tuple[StepSlice, ...]
+    metrics: list[Metric]
     is_training: bool
     outcomes: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -372,7 +374,9 @@ class Pipeline:
             )
         parts = batch_pieces(arguments[0], [piece.rows for piece in batch.pieces])
         step = step.own if isinstance(step, GatheringStep) else step
-        run = _Run(step, context, [(part, *arguments[1:]) for part in parts], batch.pieces, is_training=backward)
+        metrics = [part for part in module.modules() if isinstance(part, Metric) and self.cut.is_outside(part)]
+        calls = [(part, *arguments[1:]) for part in parts]
+        run = _Run(step, context, calls, batch.pieces, metrics, is_training=backward)
         generators = preserved_generators(self._world.device), OwnGenerators(0)
         with generators[0], generators[1], gathered(module) if is_sharded(module) else nullcontext():
             pipe, self._wire, is_new = self._pipe(run)
@@ -462,10 +466,11 @@ class Pipeline:
         logs = run.logs if is_last else StepLogs()
         recording = logs.recording(self._module, piece.count, lambda: self._steps.weights.of_mean)
         traces = nullcontext() if piece.count else without_traces(self._module)
+        updates = nullcontext() if is_last else without_updates(run.metrics)
         before = self.cut.block_before(stage).carrying(auxiliary.squeeze(0)) if is_last else nullcontext()
         self._seed(piece, 0)  # alike on all stages, of which one computes with the noise and another one its loss
         flow = self.cut.flow.of(stage, hidden, partial(self._seed, piece, 1 + stage))
-        with traces, before, flow, recording, run.context():
+        with traces, updates, before, flow, recording, run.context():
             try:
                 outcome = run.step(*run.calls[micro])
             except Left as left:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from moe_lightning import (
     ContextParallel,
@@ -518,34 +518,39 @@ class Drawing(nn.Dropout):
 
 
 class Noisy(Own):
-    """Draws noise before the blocks, and records it with a token of the micro-batch."""
+    """Counts tokens and draws noise before the blocks, and records it with a token of the micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.ModuleList([*self.body, *(Drawing() for _ in range(5))])
         self.noise: list[tuple[float, ...]] = []
+        self.tokens = SumMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         noise = float(torch.randn(())), float(np.random.rand()), random.random()  # noqa: NPY002
         self.noise.append((*noise, float(batch[0][0, 0])))
+        self.tokens.update(float(batch[0].numel()))
+        self.log("tokens", self.tokens, on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
 
-def noise(rank: int, world_size: int, schedule: str) -> tuple[list[tuple[float, ...]], list[float]]:
-    """Noise before the blocks and in those of this rank."""
+def traces(rank: int, world_size: int, schedule: str) -> tuple[list[tuple[float, ...]], list[float], float]:
+    """Noise before the blocks and in those of this rank, and the counted tokens."""
     module = Noisy()
     strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS, "schedule": schedule}
-    train(rank, world_size, own_module=lambda: module, steps=2, strategy=strategy)
-    return module.noise, [value for block in module.body if isinstance(block, Drawing) for value in block.drawn]
+    found = train(rank, world_size, own_module=lambda: module, samples=24, steps=2, strategy=strategy)
+    inside = [value for block in module.body if isinstance(block, Drawing) for value in block.drawn]
+    return module.noise, inside, found["logged"]["tokens"]
 
 
 @pytest.mark.parametrize("schedule", [slow("1f1b"), "interleaved"])
-def test_stages_draw_the_same_noise_before_their_blocks_and_other_noise_in_them(schedule: str) -> None:
-    (first, in_first), (second, in_second) = run_pooled(2, partial(noise, schedule=schedule))
+def test_stages_share_noise_and_counts_before_their_blocks_and_draw_other_noise_in_them(schedule: str) -> None:
+    (first, in_first, tokens), (second, in_second, others) = run_pooled(2, partial(traces, schedule=schedule))
     assert set(first) == set(second)
     assert len({drawn for drawn, *_ in first}) == 2 * MICROS
     inside = [*in_first, *in_second]
     assert len(set(inside)) == len(inside) == 5 * 2 * MICROS
+    assert tokens == others == 24 * 16
 
 
 class Attention(nn.Module):
