@@ -128,6 +128,7 @@ class LoggedValue:
     Attributes:
         value: None where a Metric was logged.
         metric: the name of its attribute; empty where a number was logged.
+        count: samples of the micro-batch on this rank.
         weight: weight of the value among those of other micro-batches.
         options: other arguments than the defaults.
     """
@@ -135,6 +136,7 @@ class LoggedValue:
     name: str
     value: Tensor | float | None
     metric: str
+    count: int
     weight: Tensor | float
     options: dict[str, Any]
 
@@ -185,6 +187,7 @@ class StepLogs:
                     name=name,
                     value=None if metric else (value.detach() if isinstance(value, Tensor) else float(value)),
                     metric=metric,
+                    count=count,
                     weight=count if weight is None else weight,
                     options=options,
                 )
@@ -199,7 +202,7 @@ class StepLogs:
     def to_plain(self) -> list[Any]:
         """Return the recorded calls as plain values."""
         return [
-            [v.name, None if v.value is None else float(v.value), v.metric, float(v.weight), v.options]
+            [v.name, None if v.value is None else float(v.value), v.metric, float(v.weight), v.options, v.count]
             for v in self.values
         ]
 
@@ -212,7 +215,7 @@ def log_joined(module: pl.LightningModule, calls: list[Any], count: int) -> None
     """
     for name in dict.fromkeys(entry[0] for entry in calls):
         entries = [entry for entry in calls if entry[0] == name]
-        _, _, metric, _, options = entries[0]
+        _, _, metric, _, options, _ = entries[0]
         if metric:
             logged = module.get_submodule(metric)
             assert isinstance(logged, Metric)
@@ -221,7 +224,8 @@ def log_joined(module: pl.LightningModule, calls: list[Any], count: int) -> None
         values, weights = [entry[1] for entry in entries], [entry[3] for entry in entries]
         total, reduction = sum(weights), options.get("reduce_fx", "mean")
         if reduction in _REDUCTIONS:
-            value = _REDUCTIONS[reduction](values)
+            of_samples = [entry[1] for entry in entries if entry[5]]
+            value = _REDUCTIONS[reduction](of_samples or values)
         elif total > 0:
             value = sum(v * w for v, w in zip(values, weights, strict=True) if w) / total
         else:

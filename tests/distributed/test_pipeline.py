@@ -462,16 +462,18 @@ def test_a_logged_metric_outside_of_the_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("counts", "total"), [([1, 1, 0, 0], 2.0), ([0, 0], 0.0)])
-def test_a_logged_sum_is_over_samples(counts: list[int], total: float) -> None:
+def test_logged_sums_and_extremes_are_over_samples(counts: list[int], total: float) -> None:
     """Not over dummy micro-batches."""
     module, logs = Own(), StepLogs()
-    for count in counts:
+    for value, count in enumerate(counts, start=1):
         with logs.recording(module, count, lambda: None):
             module.log("samples", torch.tensor(1), reduce_fx=torch.sum)
+            module.log("least", float(value), reduce_fx="min")
+            module.log("most", float(value), reduce_fx="max")
     joined: dict[str, float] = {}
     object.__setattr__(module, "log", lambda name, value, **_: joined.update({name: value}))
     log_joined(module, logs.to_plain(), sum(counts))
-    assert joined == {"samples": total}
+    assert joined == {"samples": total, "least": 1.0, "most": 2.0}
 
 
 class Weighing(Own):
