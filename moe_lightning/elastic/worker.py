@@ -163,21 +163,28 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
+_NO_SINK = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT)
+
+
 class _LastingFile(io.FileIO):
-    """Output that is dropped once its reader has ended or its terminal is closed."""
+    """Output that is dropped once its reader has ended or its terminal is closed, and while its disk or quota is full:
+    the run does not need it.
+    """
 
     @override
     def write(self, data: Buffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in _NO_SINK:
                 raise
             return memoryview(data).nbytes
 
 
 def outlive_readers() -> None:
-    """Let this process go on where the reader of its output ends: Ctrl-C ends `| tee`, too, and ranks still save."""
+    """Let this process go on where the reader of its output ends, as Ctrl-C ends `| tee`, or its disk is full: ranks
+    still save.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):

@@ -189,6 +189,20 @@ def test_ranks_save_where_ctrl_c_has_ended_the_reader_of_their_output(outputs: t
     assert [(tmp_path / f"saved{rank}").exists() for rank in range(2)] == [True, True]
 
 
+@linux
+@pytest.mark.parametrize("options", [(), ("-u",)])
+def test_a_full_disk_of_the_log_ends_nothing(options: tuple[str, ...]) -> None:
+    code = (
+        "import os\n"
+        "from moe_lightning.elastic.worker import outlive_readers\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        "outlive_readers()\n"
+        "print('lost', flush=True)\n"
+    )
+    with Program(*options, "-c", code, folder=ROOT) as program:
+        assert program.end().returncode == 0
+
+
 @pytest.mark.parametrize("options", [(), ("-u",)])
 def test_output_that_is_read_arrives_in_its_order(options: tuple[str, ...]) -> None:
     code = (
