@@ -34,6 +34,7 @@ class ElasticKeys(TypedDict, total=False):
     rdzv_id: str | None
     secret_file: str | None
     num_nodes: int
+    node: str | None
     ranks_are_nodes: bool | str
     check_health: bool
     max_restarts: int

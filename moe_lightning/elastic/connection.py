@@ -41,6 +41,7 @@ from moe_lightning.elastic.protocol import (
     Refused,
     WakingSelector,
     WireError,
+    boot_id,
     describe_error,
     encode,
     read_secret,
@@ -587,11 +588,13 @@ class _Facts:
     """Facts that a launcher reports again to a host that is restarted or elected.
 
     Attributes:
+        machine: its node, and the boot of its machine; empty if one is unknown.
         deaths: of its workers.
         health: of its machine.
         end: number of the newest end of the run, and of the newest world then, as the host sent them.
     """
 
+    machine: list[str]
     deaths: list[Message] = field(default_factory=list)
     health: NodeHealth | None = None
     end: Message = field(default_factory=dict)
@@ -608,6 +611,7 @@ class LauncherClient:
         token: name of this launcher; by default a new one.
         locate: returns the present address of a rendezvous host that moves; None if it stays.
         relays: its workers connect to the host through it.
+        node: of its workers, which the host refuses if it is another machine's; None: it is not compared.
 
     Attributes:
         token: as given; the tokens of its workers begin with it.
@@ -628,12 +632,14 @@ class LauncherClient:
         *,
         locate: Callable[[], Address] | None = None,
         relays: bool = False,
+        node: str | None = None,
     ) -> None:
         self._locate, self._settings, self._expected = locate, settings, expected
         self.token = token or new_token()
         self._clock = ProcessClock()
         self._lock = threading.Lock()
-        self._facts = _Facts()
+        boot = boot_id()
+        self._facts = _Facts(machine=[node, boot] if node and boot else [])
         self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._known = threading.Event()
         self._closed = threading.Event()
@@ -737,7 +743,8 @@ class LauncherClient:
 
     def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
-            send({"t": "launcher", "token": self.token, "expected": self._expected, **self._facts.end})
+            about = {"expected": self._expected, "machine": self._facts.machine}
+            send({"t": "launcher", "token": self.token, **about, **self._facts.end})
             self._send_health()
             for message in self._facts.deaths:
                 self._connection.send(message)

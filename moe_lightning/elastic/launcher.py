@@ -386,7 +386,8 @@ class ElasticLauncher:
         secret_file: a copy of the file that the rendezvous host has made; with `rdzv_endpoint` only. With etcd any
             secret; without one etcd keeps it.
         num_nodes: machines that run this command; the first world waits for the workers of all.
-        node: this machine's name as a failure domain; its host name, or "local" without `rdzv_endpoint`.
+        node: this machine's name as a failure domain, which no other one has; its host name, or "local" without
+            `rdzv_endpoint`.
         ranks_are_nodes: make every worker a failure domain of its own, as if it were a node; "auto": on one machine,
             whose processes die one by one.
         check_health: check this machine before it joins, see `elastic.health`, and let the rendezvous host compare it
@@ -519,6 +520,7 @@ class ElasticLauncher:
                 None if etcd is None else etcd.token,
                 locate=None if etcd is None else lambda: etcd.address,
                 relays=self.rdzv_endpoint is not None,
+                node=None if self.rdzv_endpoint is None else node,
             )
             stack.enter_context(closing(client))
             if etcd is not None:
@@ -540,7 +542,7 @@ class ElasticLauncher:
         """Let the rendezvous host compare this machine with the others, and leave its row for `moe-train --health`.
 
         Raises:
-            ConfigurationError: it is refused.
+            ConfigurationError: it is refused, also for its name.
         """
         judged = client.judge(health)
         write_health(judged, self.log_dir)
@@ -825,7 +827,7 @@ class _Workers:
         for message in self._connection.read():
             match message:
                 case {"t": "health", "refused": str(refused)} if refused and self._world is None:
-                    raise ConfigurationError(refused)  # by comparison with nodes that came later
+                    raise ConfigurationError(refused)  # for its name, or beside nodes that came later
                 case {"t": "formed", "again": True, "tokens": list(tokens)} if self._world == frozenset(tokens):
                     pass
                 case {"t": "formed", "tokens": list(tokens)}:

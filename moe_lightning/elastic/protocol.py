@@ -214,6 +214,13 @@ def loopback_of_name(address: Address) -> str | None:
     return None
 
 
+def boot_id() -> str:
+    """Return the name that this machine's kernel has given itself at its boot; "" where it has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"
 

@@ -467,12 +467,14 @@ class Clients:
     Attributes:
         members: by their ids.
         launchers: by their tokens.
+        machines: node and boot of the machine of each launcher.
         outbox: (connection, message) to be sent, in order.
         dropped: connections to be closed.
     """
 
     def __init__(self) -> None:
         self.members, self.launchers = Connections(), Connections()
+        self.machines: dict[int, tuple[str, str]] = {}
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
 
@@ -655,6 +657,7 @@ class RendezvousState:
                 self._record_end(message.get("finished", 0), message.get("world", 0))
                 self._expected = max(self._expected, expected)
                 self.clients.launchers.add(connection, token)
+                self._compare_name(connection, message.get("machine", []))
                 self._send_workers_of(connection, token)
             case {"t": "health", "time_s": float(time_s)} if connection in self.clients.launchers.names:
                 self._judge_node(connection, message, time_s - self._wall_clock_s())
@@ -767,6 +770,7 @@ class RendezvousState:
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
         self.clients.launchers.remove(connection)
+        self.clients.machines.pop(connection, None)
         self._nodes.pop(connection, None)
         member = self._members.get(self.clients.members.names.get(connection, ""))
         self._unlink(connection)
@@ -806,6 +810,24 @@ class RendezvousState:
             self.clients.send(launcher, t="health", refused=node.refused, clock_offset_s=node.clock_offset_s)
             if node.refused:
                 del self._nodes[launcher]
+
+    def _compare_name(self, connection: int, machine: object) -> None:
+        """Refuse a launcher whose node has the name of another machine's, while nobody trains: ranks of one node count
+        as lost together and share files and memory. Later a machine may come anew before its old connection ends.
+        """
+        match machine:
+            case []:
+                return
+            case [str(node), str(boot)] if is_text(node) and is_text(boot):
+                pass
+            case _:
+                raise WireError("a malformed machine")
+        others = self.clients.machines.values()
+        if self.world is None and any(name == node and boot != other for name, other in others):
+            why = f"two machines are called {node}: give each a name of its own with elastic.node (--node)"
+            self.clients.send(connection, t="health", refused=why, clock_offset_s=0.0)
+        else:
+            self.clients.machines[connection] = node, boot
 
     def _exclude_own_outage(self, now: float) -> None:
         """Exclude an outage of the host itself from all timeouts: it received nothing from any client."""

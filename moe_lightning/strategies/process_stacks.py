@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_lightning.elastic.protocol import boot_id
+
 _SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0
 _ANSWER_S, _QUIET_S = 1.0, 0.05
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -160,8 +162,7 @@ def _started(pid: int) -> int:
 
 
 def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()} {boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def is_users(path: str) -> bool:
