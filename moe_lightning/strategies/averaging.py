@@ -1,8 +1,8 @@
 """Lightning's callbacks WeightAveraging and EMAWeightAveraging for weights that ranks share.
 
 Lightning averages in a copy of the module, made before experts and shards have their places. Here the callback works on
-`state.averages`, whose tensors follow every placement as the optimizer's states do. Averages follow an update at once,
-as a part of it: ranks that a fault stops before their callbacks' hooks then agree on them.
+`state.averages`, whose tensors follow every placement as the optimizer's states do. Where ranks may be lost, averages
+follow an update at once, as a part of it: ranks that a fault stops before their callbacks' hooks then agree on them.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class Averaging:
 
     @property
     def _follows_steps(self) -> bool:
-        return self._state.module.automatic_optimization
+        return self._is_elastic and self._state.module.automatic_optimization
 
     def update_parameters(self, module: nn.Module) -> None:
-        """Average the present weights in, at the end of an epoch or of a batch with several updates.
+        """Average the present weights in, at the end of a batch or an epoch.
 
         Raises:
             ConfigurationError: a recovery could not tell on which ranks that has happened.

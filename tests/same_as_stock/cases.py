@@ -192,6 +192,18 @@ fit(
     "weight averaging with batch norm", m.Normed,
     options=lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], "max_epochs": 4},
 )  # fmt: skip
+
+
+class _Clamping(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            module.layer.weight.clamp_(-0.6, 0.6)
+
+
+fit(
+    "moving averages of constrained weights", m.Constrained,
+    options=lambda: {"callbacks": [_Clamping(), EMAWeightAveraging(decay=0.5)]}, **_AVERAGED,
+)  # fmt: skip
 fit("a scaled loss", options=lambda: {"plugins": [_scaled()], "max_epochs": 3})
 fit("a scaled loss of sparse gradients", m.Sparse, options=lambda: {"plugins": [_scaled()], "max_epochs": 3}, slow=True)
 fit("a scaled loss of two optimizers", m.ManualTwo, options=lambda: {"plugins": [_scaled()]}, slow=True)

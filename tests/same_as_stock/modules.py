@@ -395,6 +395,15 @@ class Tied(Taped):
         self.second.weight = self.layer.weight
 
 
+class Constrained(Taped):
+    """Rows that have the norm 1 after every update."""
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        super().optimizer_step(*args, **options)
+        with torch.no_grad():
+            self.layer.weight.div_(self.layer.weight.norm(dim=1, keepdim=True))
+
+
 class WeightNormed(Taped):
     def __init__(self) -> None:
         super().__init__()
