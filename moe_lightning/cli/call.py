@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -54,28 +52,9 @@ def train(
     """
     chosen = [] if recipe is None else [f"recipes={recipe}"]
     folder = [] if config_dir is None else ["--config-dir", fspath(config_dir)]
-    with _own_wandb_run():
-        directory = RunDirectory(run_command([*chosen, *overrides(settings), *folder]))
+    directory = RunDirectory(run_command([*chosen, *overrides(settings), *folder]))
     metrics = json.loads(directory.metrics.read_text()) if directory.metrics.exists() else {}
     return TrainedRun(directory=directory.path, metrics=metrics)
-
-
-@contextmanager
-def _own_wandb_run() -> Iterator[None]:
-    """Finish a run of W&B that is begun inside, as the end of the command's process does: the next training would log
-    into it. A run that was there stays.
-    """
-
-    def current() -> Any:
-        return getattr(sys.modules.get("wandb"), "run", None)
-
-    before, exit_code = current(), 1
-    try:
-        yield
-        exit_code = 0
-    finally:
-        if (run := current()) is not None and run is not before:
-            run.finish(exit_code=exit_code)
 
 
 def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -502,7 +502,8 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[Pat
         runtime = HydraConfig.get().runtime
         try:
             directories.append(Path(runtime.cwd, str(composed.run_dir)))
-            with chdir(runtime.cwd):  # under hydra.job.chdir=true relative paths are those of the command all the same
+            # Under hydra.job.chdir=true relative paths are those of the command all the same.
+            with chdir(runtime.cwd), _own_wandb_run():
                 return run_job(composed, is_called=is_called)
         except Exception as error:
             failures.append(error)
@@ -535,6 +536,24 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[Pat
     if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
     return directories
+
+
+@contextmanager
+def _own_wandb_run() -> Iterator[None]:
+    """Finish a run of W&B that is begun inside, as the end of a process does: the next training would log into
+    it. A run that was there stays.
+    """
+
+    def current() -> Any:
+        return getattr(sys.modules.get("wandb"), "run", None)
+
+    before, exit_code = current(), 1
+    try:
+        yield
+        exit_code = 0
+    finally:
+        if (run := current()) is not None and run is not before:
+            run.finish(exit_code=exit_code)
 
 
 _ADVICE_OPTIONS = ("--cluster", "--out", "--config-dir")

@@ -6,16 +6,20 @@ import ast
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import wandb
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
 import moe_lightning
 from moe_lightning import ConfigurationError
 from moe_lightning.cli.call import overrides
+from moe_lightning.cli.train import main
 from tests.documented import ROOT
+from tests.programs import exit_code
 
 TINY: dict[str, Any] = {
     "ranks": 1,
@@ -78,6 +82,23 @@ def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: py
         moe_lightning.train("quickstart", run_name="mine", **{**TINY, "seed": 7})
     with pytest.raises(ConfigurationError, match="max_stepz"):
         moe_lightning.train("quickstart", trainer={"max_stepz": 3})
+
+
+def test_every_job_of_a_multirun_has_a_wandb_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list[object]()
+
+    def begin(composed: DictConfig, **options: object) -> None:
+        before.append(wandb.run)
+        run = Mock()
+        run.finish.side_effect = lambda exit_code: setattr(wandb, "run", None)
+        wandb.run = run
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    monkeypatch.setattr(wandb, "run", None)
+    monkeypatch.setattr("moe_lightning.cli.train.run_job", begin)
+    assert exit_code(main, ["-m", "seed=1,2"]) == 0
+    assert before == [None, None]
 
 
 def test_the_page_of_metrics_marks_every_area(monkeypatch: pytest.MonkeyPatch) -> None:
