@@ -19,7 +19,14 @@ from moe_lightning.checkpoint.inspect import chat_template, end_of_text, trained
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
-from moe_lightning.cli.saved_model import SavedModel, open_saved, other_tokenizer, require_known, trained_config
+from moe_lightning.cli.saved_model import (
+    SavedModel,
+    open_saved,
+    other_tokenizer,
+    precision_of,
+    require_known,
+    trained_config,
+)
 from moe_lightning.config import build_config, shown
 from moe_lightning.data.text import shown_sources, sources_of
 from moe_lightning.data.tokenizer import load_tokenizer
@@ -235,7 +242,7 @@ class _Trained:
         if self.config.adapter is None:
             dense = {name: self.source.dense(name) for name in self.export.dense}
             return dense, _stacks(self.source, self.architecture)
-        with deferred_experts():
+        with precision_of(self.source), deferred_experts():
             here = load_model(self.architecture, self.config.weights(), self.config.adapter).state_dict()
         saved, folder = self.source.dense(BASE_DIGEST), self.config.pretrained
         require_same_base(saved, here[BASE_DIGEST], BASE_DIGEST, folder)

@@ -6,7 +6,8 @@ as they were saved last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.hub import TOKENIZER, local_folder
 from moe_lightning.moe.adapters import is_adapter
-from moe_lightning.state.pieces import is_expert_key, parse_dense_key, parse_expert_key
+from moe_lightning.state.pieces import DTYPES, is_expert_key, is_moment, parse_dense_key, parse_expert_key
 from moe_lightning.state.tensors import BASE_DIGEST, require_same_base
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def other_tokenizer(values: Mapping[str, Any]) -> str | None:
 
 
 def network_of(saved: SavedModel) -> Any:
-    """Build the model of a checkpoint: a GPT, or a model of transformers with our MoE layers.
+    """Build the model of a checkpoint in its precision: a GPT, or a model of transformers with our MoE layers.
 
     Raises:
         ConfigurationError: it is of another module.
@@ -120,7 +121,8 @@ def network_of(saved: SavedModel) -> Any:
         from moe_lightning.models.huggingface.module import HuggingFaceConfig
 
         trained = build_config(HuggingFaceConfig, trained_config(hyper_parameters))
-        network = _transformers_model(trained, hyper_parameters["huggingface"])
+        with precision_of(saved):
+            network = _transformers_model(trained, hyper_parameters["huggingface"])
         _fill(network, saved, base=None if trained.adapter is None else local_folder(trained.pretrained))
         return network
     if not isinstance(config, Mapping) or not {"vocab_size", "num_experts", "context_length"} <= set(config):
@@ -129,7 +131,8 @@ def network_of(saved: SavedModel) -> Any:
         )
     from moe_lightning.models.gpt import GPT, GPTConfig
 
-    network = GPT(build_config(GPTConfig, config))
+    with precision_of(saved):
+        network = GPT(build_config(GPTConfig, config))
     _fill(network, saved, base=None)
     return network
 
@@ -178,6 +181,23 @@ def _fill(network: nn.Module, saved: SavedModel, *, base: Path | None) -> None:
         filled.add(tensor)
 
 
+@contextmanager
+def precision_of(saved: SavedModel) -> Iterator[None]:
+    """Build models inside as they were built for the training: digests of weights beside adapters are of this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(saved.dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _trained_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
+    """The dtype of adapters among tensors by name; without any that of experts, or float32."""
+    adapters = [dtype for name, dtype in dtypes.items() if "lora_" in name]
+    return next(iter(adapters + [dtype for name, dtype in dtypes.items() if name.endswith("w_up")]), torch.float32)
+
+
 def require_known(names: Iterable[str], known: Iterable[str], path: Place) -> None:
     """Refuse a checkpoint with more than the model of its configuration, such as adapters of `add_adapters`, without
     which that model would be another one.
@@ -204,11 +224,13 @@ class _File:
     Attributes:
         path: of the file.
         values: what Lightning keeps beside tensors.
+        dtype: of the weights that were trained.
     """
 
     def __init__(self, path: Path) -> None:
         checkpoint = read_file(path)
         self.path, self._state = path, checkpoint["state_dict"]
+        self.dtype = _trained_dtype({name: tensor.dtype for name, tensor in self._state.items()})
         self.values: Mapping[str, Any] = checkpoint
 
     def names(self, layers: Sequence[str]) -> set[str]:
@@ -236,6 +258,8 @@ class _Directory:
         checkpoint.verify()
         self._checkpoint, self.path, self._keys = checkpoint, checkpoint.path, {*checkpoint.keys()}
         self.values: Mapping[str, Any] = self._checkpoint.read_object("trainer")
+        shapes = self._checkpoint.shapes().items()
+        self.dtype = _trained_dtype({key: DTYPES[dtype] for key, (dtype, _) in shapes if not is_moment(key)})
 
     def names(self, layers: Sequence[str]) -> set[str]:
         dense = {parse_dense_key(key)[0] for key in self._keys if key.startswith(f"dense/{_MODEL}")}

@@ -206,8 +206,9 @@ def test_adapters_are_added_to_the_weights_of_their_base(
     assert "were trained beside other base weights" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_what_was_trained_beside_adapters_is_in_texts_and_exports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a checkpoint file, which has all weights, and of a directory, which has only those that were trained."""
     from moe_lightning.cli.huggingface import export_checkpoint
@@ -229,18 +230,23 @@ def test_what_was_trained_beside_adapters_is_in_texts_and_exports(
     quiet()
     saver = PartialExpertsCheckpoint(str(tmp_path / "run"), every_n_steps=2)
     trainer = quiet_trainer(
-        strategy=ExpertParallelStrategy(), max_steps=2, callbacks=[saver], enable_checkpointing=True
+        strategy=ExpertParallelStrategy(),
+        max_steps=2,
+        callbacks=[saver],
+        enable_checkpointing=True,
+        precision=precision,
     )
     trainer.fit(module, DataLoader(RandomTokens(8), batch_size=4))
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     ids = torch.tensor([IDS])
     with torch.no_grad():
-        expected = module.eval()(ids)
+        expected = module.eval().float()(ids)
     for path in (tmp_path / "run.ckpt", tmp_path / "run"):
         texts = open_language_model(str(path), tokenizer="bytes")
         target = path.with_name(f"{path.name}-merged")
         export_checkpoint(path, target, dtype="float32")
-        for network in (texts.network, reloaded(target)):
+        assert texts.network.dtype == {"32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
+        for network in (texts.network.float(), reloaded(target)):
             torch.testing.assert_close(logits_of(network, ids), expected, rtol=0, atol=1e-4)
         with pytest.raises(ConfigurationError, match="has trained other weights too"):
             export_checkpoint(path, tmp_path / "alone", adapter_alone=True)
