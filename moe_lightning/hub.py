@@ -133,8 +133,10 @@ def weights_folder(given: str, key: str = "pretrained") -> Path:
     name, folder = hub_name(given), model_folder(given, key)
     if name is None:
         return folder
-    files = _weights(folder, name, key) if (folder / INDEX).is_file() else (SINGLE,)
     commit = HubName(repository=name.repository, revision=folder.name)
+    if (folder / INDEX).is_file():
+        folder = _fetched(commit, key, (*_SMALL, SINGLE), ())
+    files = _weights(folder, name, key)
     folder = _fetched(commit, key, (*_SMALL, *files), files)
     if not all((folder / file).is_file() for file in files):
         raise ConfigurationError(
@@ -209,15 +211,23 @@ def missing_weights(given: str) -> bool:
     name = hub_name(given)
     if name is None:
         return False
-    folder, is_whole = _cached(name, _SMALL)
+    folder, is_whole = _cached(name, (*_SMALL, SINGLE))
     if folder is None or not is_whole or not (folder / CONFIG).is_file():
         return True
-    files = _weights(folder, name, "pretrained") if (folder / INDEX).is_file() else (SINGLE,)
-    return not all((folder / file).is_file() for file in files)
+    return not all((folder / file).is_file() for file in _weights(folder, name, "pretrained"))
+
+
+def is_indexed(folder: Path) -> bool:
+    """True if weights are in the files that the index of a folder lists: one file comes before it, as in transformers,
+    whose `save_pretrained` leaves an old index beside it.
+    """
+    return (folder / INDEX).is_file() and not (folder / SINGLE).is_file()
 
 
 def _weights(folder: Path, name: HubName, key: str) -> tuple[str, ...]:
-    """Names of the files that an index lists."""
+    """Names of the files with weights."""
+    if not is_indexed(folder):
+        return (SINGLE,)
     try:
         files = sorted(set(json.loads(read_text(folder / INDEX))["weight_map"].values()))
         if all(_WEIGHTS.fullmatch(file) for file in files):

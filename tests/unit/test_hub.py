@@ -205,6 +205,22 @@ def test_a_model_is_downloaded_once_and_without_pickles(served: Served, monkeypa
     assert module.hparams["config"]["pretrained"] == "org/tiny"
 
 
+def test_one_file_comes_before_an_old_index(served: Served) -> None:
+    """transformers saves one file beside the index and the files of an earlier one, and loads that one."""
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+    publish(served, "org/tiny")
+    theirs = make_checkpoint("olmoe", served.folder / "new", vocab_size=300, initializer_range=0.2)
+    (served.folder / "new" / "model.safetensors").rename(served.folder / "org" / "tiny" / "model.safetensors")
+    module = HuggingFaceModule({"pretrained": "org/tiny", "context_length": 16})
+    assert missing_weights("org/tiny")
+    module.configure_model()
+    inputs = inputs_for("olmoe")
+    torch.testing.assert_close(module.eval()(inputs), logits_of(theirs, inputs), rtol=0, atol=1e-5)
+    assert [file for file in served.files if file.endswith(".safetensors")] == ["org/tiny/model.safetensors"]
+    assert not missing_weights("org/tiny")
+
+
 def test_a_revision_and_a_folder_of_the_same_name(served: Served) -> None:
     publish(served, "org/tiny")
     assert model_folder("org/tiny@v1").name == COMMITS["v1"]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text, replace_text, save_safetensors
-from moe_lightning.hub import INDEX, SINGLE
+from moe_lightning.hub import INDEX, SINGLE, is_indexed
 
 FP8_SCALE = "_scale_inv"
 """What the name of an FP8 matrix's scales ends with, after its own name."""
@@ -84,7 +84,7 @@ class WeightsFolder:
     """The tensors of a checkpoint by name; nothing is read but what is asked for.
 
     Args:
-        path: folder with model.safetensors, or with model.safetensors.index.json and the files that it lists.
+        path: folder with model.safetensors, or else with model.safetensors.index.json and the files that it lists.
 
     Attributes:
         optional_prefix: names are also looked up without it: the head's checkpoints have it, the bare model's do not.
@@ -115,7 +115,7 @@ class WeightsFolder:
     @cached_property
     def files(self) -> dict[str, str]:
         """The file of each tensor."""
-        if not (self.path / INDEX).is_file():
+        if not is_indexed(self.path):
             return dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         try:
             listed = json.loads(read_text(self.path / INDEX))["weight_map"]
