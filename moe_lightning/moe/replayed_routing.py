@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moe_lightning.compat import private_torch
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import replacing
+from moe_lightning.files import replacing, save_safetensors
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.moe.router import Router
 
@@ -60,7 +60,7 @@ def write_tokens(folder: Path, tokens: TokenRange, expert_ids: Tensor) -> None:
     """Write [samples, positions, layers, K], whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / tokens.name) as staged:
-        save_file({"expert_ids": expert_ids.to(torch.int16).contiguous()}, staged)
+        save_safetensors({"expert_ids": expert_ids.to(torch.int16).contiguous()}, staged, {"format": "pt"})
 
 
 def read_samples(folder: Path, wanted: TokenRange, count: int) -> Tensor:

@@ -170,7 +170,7 @@ def test_safetensors_own_writer_makes_private_files_only() -> None:
     """It ignores the umask: who writes for others to read uses `save_safetensors`."""
     package = Path(moe_lightning.__file__).parent
     users = {p.name for p in package.rglob("*.py") if re.search(r"import .*\bsave_file\b", p.read_text())}
-    assert users == {"files.py", "replayed_routing.py"}
+    assert users == {"files.py"}
 
 
 # ----------------------------------------------------------------------
