@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +52,7 @@ def train(
     chosen = [] if recipe is None else [f"recipes={recipe}"]
     folder = [] if config_dir is None else ["--config-dir", fspath(config_dir)]
     directory = RunDirectory(run_command([*chosen, *overrides(settings), *folder]))
-    metrics = json.loads(directory.metrics.read_text()) if directory.metrics.exists() else {}
-    return TrainedRun(directory=directory.path, metrics=metrics)
+    return TrainedRun(directory=directory.path, metrics=directory.read_metrics())
 
 
 def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -152,9 +152,16 @@ class RunDirectory:
         """Leave the tokenizer.json that the run has trained in its directory; its checkpoints hold it, too."""
         replace_text(self.path / TOKENIZER, content)
 
+    def read_metrics(self) -> dict[str, float]:
+        """Return the last value of every metric; none before a command has come to its end."""
+        metrics: dict[str, float] = json.loads(self.metrics.read_text()) if self.metrics.exists() else {}
+        return metrics
+
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Leave the last value of every logged metric: the whole file or none."""
-        replace_text(self.metrics, json.dumps(dict(metrics), indent=2) + "\n")
+        """Leave the last value of every logged metric: the whole file or none. Those of the training stay where a
+        later command only validates.
+        """
+        replace_text(self.metrics, json.dumps(self.read_metrics() | dict(metrics), indent=2) + "\n")
 
     def check_movable(self) -> bool:
         """True if there is an earlier run to move; what a command left that never trained is none.

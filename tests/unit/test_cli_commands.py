@@ -233,6 +233,12 @@ def test_the_last_value_of_a_metric(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "ranks").iterdir()] == ["metrics.json"]
 
 
+def test_the_metrics_of_a_training_outlive_a_later_validation(tmp_path: Path) -> None:
+    metrics_in(tmp_path)
+    RunDirectory(tmp_path).write_metrics({"val/loss": 1.25})
+    assert [objective_of(RunDirectory(tmp_path).metrics, name) for name in ("val/loss", "train/lr")] == [1.25, 1e-3]
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
