@@ -218,11 +218,11 @@ def is_in_backward() -> bool:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Return True if `register_hook` was called on a tensor, other than by `watch` of wandb, whose hooks only read. No
-    public name says so.
+    """Return True if `register_hook` or `register_post_accumulate_grad_hook` was called on a tensor, other than by
+    `watch` of wandb, whose hooks only read. No public name says so.
     """
-    hooks = (tensor._backward_hooks or {}).values()
-    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != "wandb" for hook in hooks)
+    hooks = (tensor._backward_hooks or {}) | (tensor._post_accumulate_grad_hooks or {})
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != "wandb" for hook in hooks.values())
 
 
 def is_view(tensor: Tensor) -> bool:

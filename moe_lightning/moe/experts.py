@@ -404,7 +404,7 @@ class Experts(private_torch.Float32Module):
                 )
             if private_torch.has_hooks(old):
                 raise ConfigurationError(
-                    f"experts.{name} has a hook (register_hook), which is lost where experts are placed on ranks: "
+                    f"experts.{name} has a hook of its gradient, which is lost where experts are placed on ranks: "
                     "register it in on_fit_start, or change the gradient in on_before_optimizer_step"
                 )
             shape = (len(wanted), *old.shape[1:])

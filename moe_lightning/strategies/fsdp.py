@@ -169,7 +169,7 @@ def require_no_hooks(module: nn.Module, experts: Collection[nn.Parameter]) -> No
     for name, parameter in module.named_parameters():
         if parameter.ndim and parameter not in experts and private_torch.has_hooks(parameter):
             raise ConfigurationError(
-                f"{name} has a hook (register_hook), which dense=fsdp and hsdp never call: use dense=ddp or zero1, or "
+                f"{name} has a hook of its gradient, which dense=fsdp and hsdp never call: use dense=ddp or zero1, or "
                 "change the gradient in on_before_optimizer_step"
             )
 

@@ -130,11 +130,11 @@ CASES: dict[str, Callable[[], Case]] = {
         "strategy": {"dense": "fsdp"},
         "module": SparseTable(),
     },
-    "embed.weight has a hook (register_hook), which dense=fsdp and hsdp never call": lambda: {
+    "embed.weight has a hook of its gradient, which dense=fsdp and hsdp never call": lambda: {
         "strategy": {"dense": "fsdp"},
         "module": MaskedTable(),
     },
-    "embed.weight has a hook (register_hook), which dense=fsdp and hsdp never call: use": lambda: {
+    "embed.weight has a hook of its gradient, which dense=fsdp and hsdp never call: use": lambda: {
         "strategy": {"dense": "fsdp"},
         "module": MaskedTable("on_fit_start"),
     },

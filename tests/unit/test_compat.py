@@ -170,7 +170,7 @@ OTHERS = {
     "_grouped_mm", "_to_copy", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
     "_symmetric_memory", "_timeout", "_unpickler", "_values", "_version", "_world", "_compiled_call_impl",
     "_composable", "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
-    "_backward_hooks",
+    "_backward_hooks", "_post_accumulate_grad_hooks",
 }  # fmt: skip
 """Tested below."""
 
@@ -266,6 +266,10 @@ def test_tensors_count_changes_and_know_their_base() -> None:
     assert not private_torch.has_hooks(tensor)
     tensor.requires_grad_().register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
     assert private_torch.has_hooks(tensor), gone("torch.Tensor._backward_hooks")
+    other = torch.ones(2, requires_grad=True)
+    assert not private_torch.has_hooks(other)
+    other.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    assert private_torch.has_hooks(other), gone("torch.Tensor._post_accumulate_grad_hooks")
     tensor.requires_grad_(False)
     before = tensor._version
     torch._foreach_mul_([tensor], torch.tensor(2.0))

@@ -175,7 +175,7 @@ def test_hooks_of_stacks_are_not_lost_without_a_word() -> None:
     experts = make()
     experts.w_up.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     experts.place(range(experts.num_experts), CPU)  # where they are
-    with pytest.raises(ConfigurationError, match=r"experts\.w_up has a hook \(register_hook\), which is lost where"):
+    with pytest.raises(ConfigurationError, match=r"experts\.w_up has a hook of its gradient, which is lost where"):
         experts.place([0, 1], CPU)
 
 
