@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 _MANUAL = "manual_backward_finalization_active"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -73,28 +75,60 @@ def resting_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def keep_freezing(unit: nn.Module) -> None:
-    """Keep what a user freezes or unfreezes while a unit is gathered, once its parameters are rows again."""
+    """Freeze and unfreeze rows and gathered values together, whichever a user has changed while a unit is gathered: the
+    rows at the latest when they rest again, the values when a layer is called, see `gather_at_layers`.
+    """
     for parameter in _parameters_of(unit):
         _keep_freezing(parameter)
 
 
+def gather_at_layers(root: FSDPModule, is_due: Callable[[], bool]) -> Iterator[tuple[nn.Module, RemovableHandle]]:
+    """Let the layers that own parameters of a root gather them when they are called, where that is due.
+
+    Yields:
+        A layer, and the handle of its hook.
+    """
+    layers: dict[nn.Module, list[Any]] = {}
+    for parameter in _parameters_of(root):
+        for owner in _owners_of(parameter):
+            layers.setdefault(owner, []).append(parameter)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gather(parameters: Sequence[Any], *_: object) -> None:
+        if is_due():
+            root.unshard()
+            for parameter in parameters:
+                parameter.share_freezing()
+
+    for layer, parameters in layers.items():
+        yield layer, layer.register_forward_pre_hook(partial(gather, parameters))
+
+
 def _keep_freezing(parameter: Any) -> None:
     kind: Any = type(parameter)
-    was_trained: bool | None = None
+    was_trained: bool | None = None  # when it was gathered
 
     def to_unsharded() -> None:
         nonlocal was_trained
         kind.to_unsharded(parameter)
         was_trained = parameter.sharded_param.requires_grad
 
+    def share_freezing() -> None:
+        nonlocal was_trained
+        both = (parameter.sharded_param, parameter._unsharded_param) if was_trained is not None else ()
+        if len({tensor.requires_grad for tensor in both}) == 2:  # one was changed
+            was_trained = not was_trained
+            for tensor in both:
+                tensor.requires_grad_(was_trained)
+
     def to_sharded() -> None:
         nonlocal was_trained
-        if was_trained is not None and (is_trained := parameter._unsharded_param.requires_grad) != was_trained:
-            parameter.sharded_param.requires_grad_(is_trained)
+        share_freezing()
         was_trained = None
         kind.to_sharded(parameter)
 
     parameter.to_unsharded, parameter.to_sharded = to_unsharded, to_sharded
+    parameter.share_freezing = share_freezing
 
 
 def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn.Module]], bool]) -> None:
@@ -108,14 +142,18 @@ def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn
         chosen: returns True for the modules whose common parameter is meant.
     """
     for parameter in _parameters_of(unit):
-        owner = parameter._module_info
-        if chosen((owner.module, *owner.shared_modules)):
+        if chosen(_owners_of(parameter)):
             _gather_in(parameter, dtype)
 
 
 def _parameters_of(unit: Any) -> Iterator[Any]:
     state = unit._get_fsdp_state()
     return (parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params)
+
+
+def _owners_of(parameter: Any) -> Sequence[nn.Module]:
+    info = parameter._module_info
+    return info.module, *info.shared_modules
 
 
 def _gather_in(parameter: Any, dtype: torch.dtype) -> None:

@@ -60,6 +60,7 @@ from moe_lightning.state.transfer import Unit, Units, install, reshard, unit_of,
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseSharding, ReplicatedDense
 from moe_lightning.strategies.fsdp import (
+    gather_rest,
     is_sharded,
     materialise,
     replace_parameters,
@@ -325,6 +326,11 @@ class DenseParts:
         finally:
             if self.is_in_rows:  # a fault may have undone it
                 set_gradient_sync(self._state.module, now=True)
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass inside of a step method, maybe not the first; collective."""
+        if self.is_in_rows:
+            gather_rest(self._state.module)
 
     def end_backward(self) -> None:
         """End a backward pass inside of a step method, whose loss torch has not seen leave that method: gradients

@@ -27,6 +27,7 @@ from moe_lightning.compat.fsdp import (
     begin_by_hand,
     can_be_undone,
     end_backward,
+    gather_at_layers,
     gather_in,
     keep_freezing,
     sharded_modules,
@@ -79,11 +80,14 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
     for part in sharded:  # ranks have weighed their losses: nothing is divided
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
+    steps = {name: GatheringStep(module, name) for name in _STEPS}
+    for layer, handle in gather_at_layers(sharded[0], lambda: any(step.is_running for step in steps.values())):
+        _keep(layer, handle)
     for layer in module.modules() if autocasts else ():
         if _are_linear([layer]):
             _keep(layer, layer.register_forward_pre_hook(_require_autocast))
-    for step in _STEPS:
-        setattr(module, step, GatheringStep(module, step))
+    for name, step in steps.items():
+        setattr(module, name, step)
 
 
 def _autocasts(module: pl.LightningModule) -> bool:
@@ -174,6 +178,12 @@ def require_no_hooks(module: nn.Module, experts: Collection[nn.Parameter]) -> No
             )
 
 
+def gather_rest(module: nn.Module) -> None:
+    """Gather what is outside of units, if it is not, for a backward pass through earlier forward passes; collective."""
+    assert isinstance(module, FSDPModule)
+    module.unshard()
+
+
 def reshard_units(module: nn.Module) -> None:
     """Reshard all units after a forward pass without a backward pass, also inside of a step method."""
     assert isinstance(module, FSDPModule)
@@ -199,17 +209,23 @@ class GatheringStep:
 
     Attributes:
         own: the method as it was.
+        is_running: True during a call. Layers outside of units gather their parameters then, if a backward pass or an
+            update has resharded them.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.own: Callable[..., Any] = getattr(module, name)
         update_wrapper(self, self.own)
-        self._module = module
+        self._module, self.is_running = module, False
         register_fsdp_forward_method(module, name)
         self._registered: Callable[..., Any] = getattr(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._registered if is_sharded(self._module) else self.own)(*args, **kwargs)
+        self.is_running = True
+        try:
+            return (self._registered if is_sharded(self._module) else self.own)(*args, **kwargs)
+        finally:
+            self.is_running = False
 
 
 def replace_parameters(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -149,6 +149,30 @@ class FreezesInTurn(TogglesOptimizers):
             optimizer.zero_grad()
 
 
+class GoesOnAfterBackward(OwnModule):
+    """Calls layers by themselves: for two backward passes in a row, and after the update. All is frozen in between."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        losses = [self.nats(*batch) for _ in range(2)]
+        for loss in losses:
+            self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        self.log("train/loss", self.nats(*batch), sync_dist=True)
+
+    def nats(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        return nn.functional.cross_entropy(self.out(h + self.moe(h)).flatten(0, 1), y.flatten())
+
+
 class StepsByHand(OwnModule):
     """Without units, and with a backward pass before the loss has left training_step."""
 
@@ -174,6 +198,7 @@ class StepsByHand(OwnModule):
         TogglesOptimizers,
         AccumulatesInTurn,
         FreezesInTurn,
+        GoesOnAfterBackward,
         StepsByHand,
     ],
 )

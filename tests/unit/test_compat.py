@@ -460,6 +460,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_keep_freezing",
         "_leave_validation_out",
         "_let_clipping_call",
+        "_owners_of",
         "_parameters_of",
         "_requeue_is_due",
         "_savers",
