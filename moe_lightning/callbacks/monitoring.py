@@ -58,7 +58,9 @@ def _values(metrics: Mapping[str, float], step: int | None) -> Iterator[tuple[st
 
 
 class MonitoringLogger(Logger):
-    """Base of loggers without an experiment and without hyperparameters."""
+    """Base of loggers without an experiment and without hyperparameters. A process that a recovery has given another
+    rank than 0 closes what it has open: others would take its last values for present ones.
+    """
 
     def __init__(self, run: str) -> None:
         super().__init__()
@@ -77,6 +79,25 @@ class MonitoringLogger(Logger):
     @override
     def log_hyperparams(self, *arguments: Any, **options: Any) -> None:
         """Hyperparameters are in the run directory."""
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Pass the values on where this process is rank 0."""
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            self._pass_on(metrics, step)
+        else:
+            self._close()
+
+    @override
+    def finalize(self, status: str) -> None:
+        """Close what is open."""
+        self._close()
+
+    def _pass_on(self, metrics: Mapping[str, float], step: int | None) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Close what `_pass_on` has opened."""
 
 
 @validated
@@ -110,11 +131,8 @@ class Prometheus(MonitoringLogger):
             self._serve()
 
     @override
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def _pass_on(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Replace the values that are served."""
-        if getattr(rank_zero_only, "rank", 0) != 0:
-            self._close()  # a recovery has made another process rank 0
-            return
         if self._server is None:
             try:
                 self._serve()
@@ -143,10 +161,6 @@ class Prometheus(MonitoringLogger):
             ) from error
 
     @override
-    def finalize(self, status: str) -> None:
-        """Close the server."""
-        self._close()
-
     def _close(self) -> None:
         if self._server is not None:
             self._server.shutdown()
@@ -181,8 +195,7 @@ class OpenTelemetry(MonitoringLogger):
         self._gauges: dict[str, Any] = {}
 
     @override
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def _pass_on(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Record the values; does not wait for the collector."""
         if self._provider is None:
             self._open()
@@ -205,8 +218,7 @@ class OpenTelemetry(MonitoringLogger):
         self._provider, self._gauges = MeterProvider([reader], resource), {}
 
     @override
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
+    def _close(self) -> None:
         """Send the last values."""
         if self._provider is not None:
             self._provider.shutdown(timeout_millis=1e3 * _TIMEOUT_S)
@@ -228,8 +240,7 @@ class JSONLines(MonitoringLogger):
         self._path = Path(path)
 
     @override
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def _pass_on(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Append one line."""
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
@@ -284,8 +295,7 @@ class Webhook(MonitoringLogger):
         ALARMS.addHandler(self._alarms)
 
     @override
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def _pass_on(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Send what these metrics say; does not wait."""
         if self._step is not None or any(not name.startswith(("val/", "test/", "epoch")) for name in metrics):
             self._step = step if step is not None else self._step or 0  # not of a validation after training
@@ -305,9 +315,13 @@ class Webhook(MonitoringLogger):
         ALARMS.removeHandler(self._alarms)
         if self._step is not None:
             self._report("training has ended" if status == "success" else f"training has ended: {status}")
-        self._step = None
+        self._close()
         wait(self._sent, timeout=2 * _TIMEOUT_S)
         self._sent.clear()
+
+    @override
+    def _close(self) -> None:
+        self._step = None
 
     def _report(self, text: str) -> None:
         self._send(f", step {self._step or 0:,}: {text}")

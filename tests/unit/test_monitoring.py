@@ -151,6 +151,21 @@ def test_opentelemetry_sends_what_was_logged(server: HTTPServer) -> None:
     assert points["moe_lightning_moe_layer_x"].attributes[0].value.string_value == "2"
 
 
+def test_a_former_rank_0_sends_nothing_more(server: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv(WEBHOOK_VARIABLE, address)
+    loggers = [OpenTelemetry(endpoint=f"{address}/v1/metrics", interval_s=3600), Webhook()]
+    for logger in loggers:
+        logger.log_metrics({"train/loss": 1.0}, step=4)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    for logger in loggers:
+        logger.log_metrics({"train/loss": 2.0}, step=5)
+    assert len(bodies(server)) == 1, "the values up to the recovery"
+    for logger in loggers:
+        logger.finalize("success")
+    assert len(bodies(server)) == 1
+
+
 def test_json_lines_are_json(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     JSONLines(path).log_metrics({"train/loss": 2.5}, step=1)
