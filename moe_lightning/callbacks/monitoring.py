@@ -168,6 +168,16 @@ class Prometheus(MonitoringLogger):
             self._server = None
 
 
+_OPENTELEMETRY = ("opentelemetry.sdk.metrics", "opentelemetry.exporter.otlp.proto.http.metric_exporter")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
 @validated
 class OpenTelemetry(MonitoringLogger):
     """Sends every metric as a gauge to an OpenTelemetry collector, by OTLP over HTTP, in a thread of the SDK.
@@ -188,7 +198,7 @@ class OpenTelemetry(MonitoringLogger):
         interval_s: Annotated[float, Interval(ge=0.1, le=3600)] = 10.0,
     ) -> None:
         super().__init__(run)
-        if find_spec("opentelemetry.sdk") is None or find_spec("opentelemetry.exporter") is None:
+        if not all(map(_is_installed, _OPENTELEMETRY)):
             raise missing_for_logger("opentelemetry", "opentelemetry-sdk")
         self._endpoint, self._interval_s = endpoint, interval_s
         self._provider: Any = None

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import socket
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -123,6 +124,15 @@ def test_a_missing_package_names_its_extra(kind: type, extra: str, monkeypatch: 
     monkeypatch.setattr(monitoring, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=rf"pip install 'moe-lightning\[{extra}\]'"):
         kind()
+
+
+@pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.exporter.otlp"])
+def test_a_package_around_a_module_may_be_the_missing_one(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(missing)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'moe-lightning\[opentelemetry\]'"):
+        OpenTelemetry()
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
