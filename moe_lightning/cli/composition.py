@@ -350,9 +350,11 @@ _UNKNOWN_KEY = re.compile(r"Could not (?:override|append to config\.|delete from
 
 
 def as_folder_name(text: str) -> str:
-    """The overrides of a multirun's job as the name of its folder: no slashes, and short, yet one for each text."""
+    """The overrides of a multirun's job as the name of its folder: no slashes, and short, yet one for each text, by a
+    checksum in names that leave something of it out.
+    """
     name = text.replace("/", "_").replace(" ", "")
-    if len(name) <= _LONGEST_NAME:
+    if name == text and len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 9]}-{zlib.crc32(text.encode()):08x}"
 

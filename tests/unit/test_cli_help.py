@@ -118,7 +118,10 @@ def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 def test_folder_names_of_jobs() -> None:
-    assert as_folder_name("data.source=/a/b,optimizer.lr=1") == "data.source=_a_b,optimizer.lr=1"
+    assert as_folder_name("data.source=a_b,optimizer.lr=1") == "data.source=a_b,optimizer.lr=1"
+    alike = [as_folder_name(f"data.source=a{between}b") for between in ("_", "/", " ", "")]
+    assert len(set(alike)) == 4
+    assert not any("/" in name for name in alike)
     long = [as_folder_name("x" * 300 + end) for end in "ab"]
     assert long[0] != long[1]
     assert max(map(len, long)) <= 120
