@@ -257,7 +257,7 @@ class Member:
     Args:
         crowd: the clients of this process.
         node: number of its node.
-        birth_ns: of the first start of its node's members; None for a later one.
+        birth_ns: of the members that its node starts together.
 
     Attributes:
         key: at its launcher.
@@ -266,10 +266,10 @@ class Member:
         rank: in it.
     """
 
-    def __init__(self, crowd: Crowd, node: int, slot: int, starts: int, birth_ns: int | None) -> None:
+    def __init__(self, crowd: Crowd, node: int, slot: int, starts: int, birth_ns: int) -> None:
         self.crowd, self.node, self.key = crowd, node, 0
         self.token = worker_token(crowd.launchers[node].token, slot, starts)
-        self.member_id = new_member_id(f"node-{node:04d}", self.token, birth_ns and birth_ns + slot)
+        self.member_id = new_member_id(f"node-{node:04d}", self.token, birth_ns + slot)
         self.world, self.rank = 0, -1
         self._probe = [f"10.0.{node // 250}.{node % 250 + 1}", random.randrange(32_768, 61_000)]  # nobody probes it
         self._reason: str | None = None
@@ -334,7 +334,8 @@ class Member:
             case {"t": "evicted"}:
                 self.crowd.report.evicted += 1
                 self.leave_world()
-                self.member_id, self.world = new_member_id(f"node-{self.node:04d}", self.token), 0
+                self.member_id = new_member_id(f"node-{self.node:04d}", self.token, time.time_ns())
+                self.world = 0
                 self.introduce()
 
     def leave_world(self) -> None:
@@ -421,7 +422,7 @@ class Crowd:
                 self.report.clients += 1
             self._starts[node] += 1
             starts = self._starts[node]
-            birth_ns = time.time_ns() // 1_000_000 * 1_000_000 if starts == 1 else None
+            birth_ns = time.time_ns() // 1_000_000 * 1_000_000
             for slot in range(self.plan.per_node):
                 self.launchers[node].add(Member(self, node, slot, starts, birth_ns))
             self.report.clients += self.plan.per_node

@@ -123,7 +123,8 @@ class ClientState:
         self._waiting_since: float | None = None  # newcomers wait
         self._next_beat = 0.0
         self._sync: tuple[int, bool | None] = (0, None)  # number of the last question whether a world exists, answer
-        self.member_id = new_member_id(task.node, task.token, task.birth_ns)
+        birth_ns = task.now_ns if task.birth_ns is None else task.birth_ns
+        self.member_id = new_member_id(task.node, task.token, birth_ns)
         self.world: JoinedWorld | None = None
         self.guarded: JoinedWorld | None = None
         self.rejection: Rejection | None = None
@@ -239,7 +240,7 @@ class ClientState:
 
     def rename(self) -> None:
         """Become a new member after an eviction."""
-        self.member_id = new_member_id(self._task.node, self._task.token)
+        self.member_id = new_member_id(self._task.node, self._task.token, self._task.now_ns)
         self.is_evicted = False
 
     # ------------------------------------------------------------------ the host

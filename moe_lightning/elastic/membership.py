@@ -80,9 +80,9 @@ class Members:
         return ", ".join(changes[:4]) + (", ..." if len(changes) > 4 else "")
 
 
-def new_member_id(node: str, token: str, birth_ns: int | None = None) -> str:
-    """Return a name that sorts by birth, by default now: older members come first. The token is unique in a node."""
-    return f"{time.time_ns() if birth_ns is None else birth_ns:020d}.{node}.{token}"
+def new_member_id(node: str, token: str, birth_ns: int) -> str:
+    """Return a name that sorts by birth: older members come first. The token is unique in a node."""
+    return f"{birth_ns:020d}.{node}.{token}"
 
 
 def node_of(member_id: str) -> str:
@@ -357,6 +357,7 @@ class ElasticTask:
         etcd: addresses of etcd and name of the run, where the launchers elect the host; None if they do not.
         birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
             of their slots; None for a process started later.
+        epoch_ns: time of day at which the monotonic clock of this machine began, as its launcher has seen it.
         token: names this process; a process started in its place has another.
         slot: index of the worker on its node.
         expected: workers that the first world waits for.
@@ -373,12 +374,18 @@ class ElasticTask:
     expected: int = 1
     starts: int = 1
     birth_ns: int | None = None
+    epoch_ns: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
     token: str = field(default_factory=new_token)
     settings: ElasticSettings = field(default_factory=ElasticSettings)
 
     def __post_init__(self) -> None:
         if not self.node or "." in self.token:
             raise ConfigurationError(f"node={self.node!r} must not be empty, token={self.token!r} not hold a dot")
+
+    @property
+    def now_ns(self) -> int:
+        """Present time for births. It only grows, so a newcomer is the youngest though the clock has been set back."""
+        return self.epoch_ns + time.monotonic_ns()
 
     def to_environment(self) -> dict[str, str]:
         """Return the environment variable that passes this task to the worker."""

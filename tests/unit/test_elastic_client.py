@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.elastic.client_state import ClientState, JoinedWorld, WorldTooSmall
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members, formed_ids, new_member_id, pack_ids
+from moe_lightning.elastic.membership import (
+    ElasticSettings,
+    ElasticTask,
+    Members,
+    formed_ids,
+    new_member_id,
+    new_token,
+    pack_ids,
+)
 from moe_lightning.elastic.protocol import Message, WireError, encode
 from moe_lightning.errors import ConfigurationError
 
@@ -19,6 +29,18 @@ PEERS = [f"{index:020}.node-{index}.peer-{index}" for index in range(1, 4)]
 
 def client() -> ClientState:
     return ClientState(ElasticTask(address="none", secret_file="none", node="me", birth_ns=0, settings=PATIENCE))
+
+
+def test_who_comes_later_is_younger_though_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = ElasticTask(address="none", secret_file="none", node="me")
+    first = ClientState(task)
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    again = ElasticTask.from_environment(replace(task, starts=2, token=new_token()).to_environment())
+    assert again is not None
+    later = ClientState(again)
+    assert first.member_id < later.member_id
+    first.rename()
+    assert first.member_id > later.member_id
 
 
 def formed(state: ClientState, number: int, peers: list[str], *, is_inside: bool = True, **facts: Any) -> Message:
