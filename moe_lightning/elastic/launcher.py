@@ -11,12 +11,10 @@ command line once more. torchrun kills the survivors, too.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -43,6 +41,7 @@ from moe_lightning.elastic.worker import (
     FAILURE_FILE_VARIABLE,
     KILLED,
     LAUNCHER_PID_VARIABLE,
+    TERMINAL_VARIABLE,
     Interrupted,
     RankFailure,
     outlive_readers,
@@ -132,15 +131,6 @@ def _last_lines(path: Path) -> list[str]:
     return []
 
 
-def append_to_outputs() -> None:
-    """Make this process append to the files that its output may go to: a worker that takes over the terminal writes
-    there, too.
-    """
-    for number in (1, 2):
-        if stat.S_ISREG(os.fstat(number).st_mode):
-            fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_APPEND)
-
-
 def how_it_ended(code: int) -> str:
     """Describe the exit code of a process."""
     if code >= 0:
@@ -158,9 +148,16 @@ def start(program: Sequence[str], environment: Mapping[str, str], logs: WorkerLo
     """
     environment = {**os.environ, **environment, **logs.begin(rank)}
     with ExitStack() as files:
+        terminal = list[int]()
+        with suppress(OSError):  # closed
+            for number in (1, 2):
+                terminal.append(os.dup(number))
+                files.callback(os.close, terminal[-1])
+        environment[TERMINAL_VARIABLE] = " ".join(map(str, terminal))
         paths = [logs.path(rank, "out"), logs.path(rank, "err")]
         out, err = [files.enter_context(path.open("wb")) if path.exists() else None for path in paths]
-        return Process((sys.executable, *program), env=environment, stdout=out, stderr=err, start_new_session=True)
+        command = (sys.executable, *program)
+        return Process(command, env=environment, stdout=out, stderr=err, pass_fds=terminal, start_new_session=True)
 
 
 @contextmanager
@@ -470,7 +467,6 @@ class ElasticLauncher:
             ConfigurationError: the endpoint's address is wrong or a loopback address by name, it does not answer while
                 nobody trains here, no network interface leads there, or this machine is refused for its health.
         """
-        append_to_outputs()
         outlive_readers()
         with restored_signal_handlers(), self._open_rendezvous() as (task, link, etcd):
             workers = _Workers(self, task, link, ("-m", self.module, *arguments))

@@ -201,23 +201,28 @@ def outlive_readers() -> None:
         setattr(sys, name, lasting)
 
 
-def take_over_terminal() -> bool:
-    """Redirect the output of this worker to that of its launcher, for the new rank 0 after rank 0 was lost.
+TERMINAL_VARIABLE = "MOE_LIGHTNING_TERMINAL"
+"""Set by the launcher for its workers: their descriptors of its stdout and stderr."""
 
-    Linux only; return False without a launcher, or if its output cannot be opened.
+
+@functools.cache
+def _terminal() -> tuple[int, ...]:
+    """Descriptors of the launcher's stdout and stderr, which programs that this worker starts do not get; empty without
+    a launcher.
     """
-    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
-    if launcher is None or sys.platform != "linux":
-        return False
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+    numbers = tuple(map(int, os.environ.pop(TERMINAL_VARIABLE, "").split()))
+    for number in numbers:
+        os.set_inheritable(number, False)
+    return numbers
+
+
+def take_over_terminal() -> None:
+    """Redirect the output of this worker to that of its launcher, if there is one: for the new rank 0 after rank 0 was
+    lost.
+    """
+    for stream, number, terminal in zip((sys.stdout, sys.stderr), (1, 2), _terminal(), strict=False):
         stream.flush()
-        try:
-            terminal = os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-        except OSError:
-            return False
         os.dup2(terminal, number)
-        os.close(terminal)
-    return True
 
 
 def write_to_terminal(line: str) -> None:
@@ -225,14 +230,10 @@ def write_to_terminal(line: str) -> None:
     ranks goes to files that users rarely read.
     """
     print(line, file=sys.stderr, flush=True)
-    launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
-    if launcher is None or sys.platform != "linux":
-        return
-    with suppress(OSError):
-        terminal = os.open(f"/proc/{launcher}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-        with os.fdopen(terminal, "w") as file:
+    for terminal in _terminal()[1:]:
+        with suppress(OSError):
             if not os.path.sameopenfile(2, terminal):
-                file.write(f"{line}\n")
+                os.write(terminal, f"{line}\n".encode(errors="replace"))
 
 
 def leave_process_groups() -> None:
@@ -304,6 +305,7 @@ def work(program: str, run: Callable[[], object]) -> int:
     Args:
         program: name of the user's command, for messages.
     """
+    _terminal()  # before there are children
     outlive_readers()
     end_with_launcher()
     try:

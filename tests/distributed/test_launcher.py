@@ -189,6 +189,24 @@ def test_ranks_save_where_ctrl_c_has_ended_the_reader_of_their_output(outputs: t
     assert [(tmp_path / f"saved{rank}").exists() for rank in range(2)] == [True, True]
 
 
+def test_a_new_rank_0_writes_to_a_launchers_socket(tmp_path: Path) -> None:
+    """The output of a service: a socket cannot be opened by its path."""
+    worker = "from moe_lightning.elastic.worker import *; write_to_terminal('a'); take_over_terminal(); print('b')"
+    code = (
+        "import os, pathlib, socket\n"
+        "from moe_lightning.elastic.launcher import WorkerLogs, start\n"
+        "ours, theirs = socket.socketpair()\n"
+        "shown = os.dup(1)\n"
+        "os.dup2(theirs.fileno(), 1), os.dup2(theirs.fileno(), 2)\n"
+        f"logs = WorkerLogs(pathlib.Path({str(tmp_path)!r}), ['rank1'], terminal=None)\n"
+        f"start(('-c', {worker!r}), {{}}, logs).wait()\n"
+        "os.write(shown, ours.recv(100, socket.MSG_DONTWAIT))\n"
+    )
+    with Program("-c", code, folder=ROOT) as program:
+        assert program.end().stdout == "a\nb\n"
+    assert (tmp_path / "rank1.err").read_text() == "a\n"
+
+
 @linux
 @pytest.mark.parametrize("options", [(), ("-u",)])
 def test_a_full_disk_of_the_log_ends_nothing(options: tuple[str, ...]) -> None:
