@@ -34,6 +34,7 @@ _TOKEN_PATH, _TOKEN_LIFE = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-s
 _TOKEN = "X-aws-ec2-metadata-token"
 _FAILURES = (OSError, HTTPException, ValueError)  # of the server, the network, or the address
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+_MOST_FAILURES = 5  # of an address that has never answered; later ones may be those of a server that restarts
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class PreemptionWatch:
         self._settings = settings
         self._notice: str | None = None
         self._token: dict[str, str] = {}
-        self._has_warned = False
+        self._failures = 0
+        self._has_answered = self._has_warned = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._former = signal.getsignal(signal.SIGTERM)
@@ -108,6 +110,7 @@ class PreemptionWatch:
         except _FAILURES as error:
             self._report(self._settings.notice_url, error)
             return None
+        self._has_answered = True
         return f"{self._settings.notice_url} answers: {answer}" if answer.upper() not in _NO else None
 
     def _read(self, url: str) -> str:
@@ -126,16 +129,20 @@ class PreemptionWatch:
         return _answer(url, _HEADERS | self._token)
 
     def _report(self, url: str, error: Exception) -> None:
-        """Warn once of a server that refuses; 404 means that nothing is planned."""
-        refuses = isinstance(error, urllib.error.HTTPError) and error.code in _REFUSALS
-        if not refuses or self._has_warned:
+        """Warn once of a server that refuses, or has never answered; 404 means that nothing is planned."""
+        code = error.code if isinstance(error, urllib.error.HTTPError) else None
+        self._failures += 1
+        self._has_answered |= code == HTTPStatus.NOT_FOUND
+        is_silent = self._failures >= _MOST_FAILURES and not self._has_answered
+        if self._has_warned or not (is_silent or code in _REFUSALS):
             logger.debug("%s: %s", url, error)
             return
         self._has_warned = True
         logger.warning(
-            "notice_url=%s refuses to answer (%s), so this machine would be taken away without notice: enable its "
+            "notice_url=%s %s answer (%s), so this machine would be taken away without notice: enable its "
             "metadata service, on AWS with a hop limit of 2 where this runs in a container, or set notice_file",
             url,
+            "does not" if code is None else "refuses to",
             error,
         )
 

@@ -248,6 +248,17 @@ def test_a_refused_notice_is_warned_of_once(caplog: pytest.LogCaptureFixture) ->
     assert "or set notice_file" in warning
 
 
+def test_an_address_of_notices_that_never_answers_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+    watch = PreemptionWatch(ElasticSettings(notice_url=url, notice_poll_s=0.01))
+    wait_until(lambda: caplog.records)
+    watch.close()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"notice_url={url} does not answer (<urlopen error [Errno")
+    assert "or set notice_file" in warning
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_on_one_machine_nothing_listens_on_a_port() -> None:
     before = listening()
