@@ -182,7 +182,7 @@ def _unit(name: str, tensor: Tensor, holders: tuple[int, ...]) -> StateUnit:
     return StateUnit(
         name=name,
         holders=holders,
-        sum=_sum_of_rows(tensor.unsqueeze(0))[0],
+        sum=sum_of_rows(tensor.unsqueeze(0))[0],
         tensors=lambda: [tensor],
         writes=(_writes(tensor),),
     )
@@ -191,7 +191,7 @@ def _unit(name: str, tensor: Tensor, holders: tuple[int, ...]) -> StateUnit:
 def _experts(layer: int, stack: ExpertStack, tensors: Sequence[Tensor | None], prefix: str = "") -> Iterable[StateUnit]:
     """Yield the experts of a stack, with these tensors of it; one that is None counts as zeros."""
     numbered = [(2 * number + 1, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
-    sums_S = sum(factor * _sum_of_rows(tensor) for factor, tensor in numbered)
+    sums_S = sum(factor * sum_of_rows(tensor) for factor, tensor in numbered)
     writes = tuple(_writes(tensor) for _, tensor in numbered)
     for slot, expert in stack.held() if numbered else ():
         yield StateUnit(
@@ -257,7 +257,7 @@ def overwrite(damages: Iterable[Damage], units: Sequence[StateUnit], world: Worl
         install(zip(held[name].tensors(), values, strict=True))
 
 
-def _sum_of_rows(tensor: Tensor) -> Tensor:
+def sum_of_rows(tensor: Tensor) -> Tensor:
     """int64 [S], of the bits of each row."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     rows = real.detach().contiguous().unsqueeze(-1).flatten(1)

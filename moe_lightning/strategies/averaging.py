@@ -7,7 +7,7 @@ follow an update at once, as a part of it: ranks that a fault stops before their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.averages import AVERAGE, Averages, set_aside
+from moe_lightning.state.sums import sum_of_rows
+from moe_lightning.state.tensors import local
 from moe_lightning.strategies.dense_parameters import ParameterHolder
 from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
 
@@ -49,6 +52,7 @@ class Averaging:
         self._save: Callable[[], dict[str, Any]] = dict
         self._decide: Callable[..., bool] = lambda **_: False
         self._loaded: Mapping[str, Any] | None = None
+        self._others: MutableMapping[nn.Parameter, int] | None = None  # sums of weights that have no average
         self._set_aside: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []  # weights that another rank updates
 
     def begin_fit(self, trainer: pl.Trainer, save: Callable[[], dict[str, Any]], *, is_elastic: bool) -> None:
@@ -62,7 +66,7 @@ class Averaging:
             ConfigurationError: averages that cannot be kept.
         """
         found = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
-        self.averages = self._callback = self._loaded = None
+        self.averages = self._callback = self._loaded = self._others = None
         self.are_in_module, self._set_aside = False, []
         for callback in found:
             private_lightning.average_as_usual(callback)
@@ -146,6 +150,8 @@ class Averaging:
         if self.averages is not None:
             self.averages.begin(self._state.module, optimizer, self._state.home_of)
             averages = set_aside(optimizer)
+            if self._others is None:
+                self._others = self._sums_of_others()
         try:
             yield
         finally:
@@ -166,6 +172,29 @@ class Averaging:
         for optimizer in self._state.optimizers:
             self.averages.begin(self._state.module, optimizer, self._state.home_of)
 
+    def _sums_of_others(self) -> MutableMapping[nn.Parameter, int]:
+        """Return the sums over the bits of dense weights that no optimizer has: averages are states of optimizers."""
+        self._state.parts.reshard()
+        state = self._state.training_state()
+        held = {p for optimizer in self._state.optimizers for p in self._state.parameters_of(optimizer)} | state.base
+        others = [p for p in state.dense.values() if p not in held and p.is_floating_point() and not p.is_meta]
+        return WeakTensorKeyDictionary({p: int(sum_of_rows(local(p.detach()).unsqueeze(0))) for p in others})
+
+    def _warn_of_others(self) -> None:
+        """Warn once of a weight that has changed although no optimizer has it."""
+        if not self._others:
+            return
+        known, self._others = self._others, self._sums_of_others()
+        names = {p: name for name, p in self._state.module.named_parameters()}
+        changed = [names[p] for p, total in self._others.items() if known.get(p, total) != total]
+        if changed:
+            self._others = {}
+            rank_zero_warn(
+                f"{changed[0]} changes and has no average, because no optimizer has it: validations, files and the "
+                "module after fit have its last values beside averages of others. Give it to the optimizer, which "
+                "leaves parameters without gradients as they are."
+            )
+
     # ------------------------------------------------------------------ averages in the module
 
     @torch.no_grad()
@@ -178,6 +207,7 @@ class Averaging:
         self._state.parts.reshard()
         unowned = self._state.shards.unowned
         if not self.are_in_module:
+            self._warn_of_others()
             self._set_aside = [(p, p.detach().clone(), p.grad) for p in unowned]
         self.averages.swap(self._state.module, self._state.optimizers)
         self.are_in_module = not self.are_in_module  # before ranks meet: a fault there must not hide it

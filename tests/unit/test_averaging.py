@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,39 @@ def test_weights_come_back_after_a_fault_between_averages_and_their_broadcast() 
         averaging.swap()
     averaging.withdraw()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_weight_that_changes_without_an_optimizer_is_named() -> None:
+    """Averages are states of optimizers, so it has none."""
+    module = pl.LightningModule()
+    module.student, module.teacher, module.frozen = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    optimizer = torch.optim.SGD(module.student.parameters(), lr=0.1)
+    state: Any = SimpleNamespace(
+        module=module,
+        optimizers=[optimizer],
+        parameters_of=lambda _: list(module.student.parameters()),
+        home_of=lambda parameter: parameter.device,
+        training_state=lambda: SimpleNamespace(dense=dict(module.named_parameters()), base=frozenset()),
+        shards=SimpleNamespace(unowned=[], shares_optimizers=False),
+        parts=SimpleNamespace(reshard=lambda: None),
+        find_twins=lambda: None,
+    )
+    averaging = Averaging(state)
+    averaging.averages = Averages({}, use_buffers=False)
+    with averaging.hidden(optimizer):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        averaging.swap()
+        averaging.swap()
+    module.teacher.weight.data.mul_(2)
+    with pytest.warns(UserWarning, match=r"teacher\.weight changes and has no average.*Give it to the optimizer"):
+        averaging.swap()
+    averaging.swap()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.teacher.weight.data.mul_(2)
+        averaging.swap()
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
