@@ -187,6 +187,7 @@ def gather_rest(module: nn.Module) -> None:
 def reshard_units(module: nn.Module) -> None:
     """Reshard all units after a forward pass without a backward pass, also inside of a step method."""
     assert isinstance(module, FSDPModule)
+    begin_by_hand(module)  # before the first forward pass
     module.reset_iter_state()
 
 
