@@ -22,6 +22,7 @@ import re
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -81,7 +82,8 @@ class Elsewhere(OSError):
 
 
 class OwnRoot:
-    """A directory by path and identity.
+    """A directory by path and identity, kept open: an automounter unmounts a file system that is not in use, and the
+    directory has another identity once it is mounted again.
 
     Args:
         path: of the checkpoints.
@@ -90,6 +92,7 @@ class OwnRoot:
 
     def __init__(self, path: Place, identity: str | None) -> None:
         self._path, self._storage, self._identity = path, storage_of(path), identity
+        self._held: weakref.finalize[..., Any] | None = None  # closes the directory
 
     def check(self, *, may_make: bool) -> None:
         """See that the path leads to the directory. Where it was deleted, but not what holds it, another will be made.
@@ -106,14 +109,23 @@ class OwnRoot:
             if self._identity is not None and not (may_make and self._storage.is_dir(self._path.parent)):
                 raise Elsewhere(errno.ENOENT, "the run's directory was moved or deleted", str(self._path)) from None
             self._identity = None
+            if self._held is not None:
+                self._held()
+                self._held = None
             return
         self._identity = self._identity or found
         if found != self._identity:
             raise Elsewhere(errno.ESTALE, "another directory took the place of the run's", str(self._path))
+        self._hold()
 
     def made(self) -> None:
         """The directory is there: it is this one from now on, where it was not known."""
         self._identity = self._identity or self._storage.identity(self._path)
+        self._hold()
+
+    def _hold(self) -> None:
+        if self._held is None and isinstance(self._path, Path):
+            self._held = weakref.finalize(self, os.close, os.open(self._path, os.O_RDONLY | os.O_DIRECTORY))
 
 
 _DATA = re.compile(r".+\.rank(\d+)\.step(\d+)\.distcp")
@@ -270,6 +282,8 @@ class Agent:
         """
         alive_at = time.monotonic()
         served = storage_of(self.arenas_path).identity(self.arenas_path)
+        with contextlib.suppress(OSError):  # as `serve_once` will say
+            self._own_root.check(may_make=False)
         while True:
             busy = self.serve_once()
             now = time.monotonic()

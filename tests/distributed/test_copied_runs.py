@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from moe_lightning.checkpoint.agent import OwnRoot
 from moe_lightning.checkpoint.agent_handle import STOP, AgentHandle, agent_alive, served_root
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.loader import find_newest
@@ -43,6 +45,20 @@ def listing(root: Path) -> dict[str, int]:
 def _made(path: Path) -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_directory_of_checkpoints_is_in_use_while_an_agent_serves(tmp_path: Path) -> None:
+    """Or an automounter unmounts it between two checkpoints."""
+
+    def is_open() -> bool:
+        return str(tmp_path) in {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
+
+    own = OwnRoot(tmp_path, None)
+    own.check(may_make=True)
+    assert is_open()
+    del own
+    assert not is_open()
 
 
 def test_an_agent_writes_to_no_directory_that_took_the_place_of_its_own(tmp_path: Path) -> None:
