@@ -155,16 +155,19 @@ def require_same_names(names: Sequence[list[str]]) -> None:
         )
 
 
-def require_no_exchanged_weights(optimizers: Sequence[Optimizer]) -> None:
+def require_no_exchanged_weights(optimizers: Sequence[Optimizer], dense: str) -> None:
     """
+    Args:
+        dense: a sharding, which keeps states, or parts of weights and states, on one rank each.
+
     Raises:
-        ConfigurationError: an optimizer that exchanges weights by its states, which zero1 keeps on one rank each.
+        ConfigurationError: an optimizer that exchanges weights by its states.
     """
     for optimizer in optimizers:
         if callable(getattr(optimizer, "eval", None)):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} exchanges weights by its states in eval() and train(), and dense=zero1 "
-                "keeps each state on one rank: use dense=ddp or fsdp"
+                f"{type(optimizer).__name__} exchanges weights by its states in eval() and train(), and "
+                f"dense={dense} keeps a part of these on each rank: use dense=ddp"
             )
 
 

@@ -96,8 +96,9 @@ class StepUpdate:
         if (are_new or num_groups != self._num_groups) and self._worlds.may_have_peers:
             require_updates_by_expert(optimizers, self._state.experts.stack_of)
             require_updates_by_row(optimizers)
+            if self._state.shards.kind != "ddp":
+                require_no_exchanged_weights(optimizers, self._state.shards.kind)
             if self._state.shards.kind == "zero1":
-                require_no_exchanged_weights(optimizers)
                 require_updates_by_parameter(optimizers, "dense=zero1")
             if self._worlds.axes.pp > 1:
                 require_updates_by_parameter(optimizers, "mesh.pp")

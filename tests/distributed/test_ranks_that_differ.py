@@ -14,6 +14,7 @@ from moe_lightning.strategies.failures import explained
 from moe_lightning.strategies.state_check import StateCheck
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
+from tests.parameters import slow
 
 
 def data_of(kind: str, rank: int, world_size: int) -> Any:
@@ -97,8 +98,9 @@ def test_optimizers_without_a_rate_have_none_to_compare(group: dict[str, Any]) -
     StateCheck(MagicMock(present=MagicMock(size=1)), state, every=1)._require_same_rates()
 
 
-def test_optimizers_that_exchange_weights_need_all_states() -> None:
-    for message in run_ranks(2, failed, Averaged, {"dense": "zero1"}):
+@pytest.mark.parametrize("dense", ["fsdp", slow("zero1")])
+def test_optimizers_that_exchange_weights_need_all_states(dense: str) -> None:
+    for message in run_ranks(2, failed, Averaged, {"dense": dense}):
         assert message.startswith("ConfigurationError: ScheduleFree exchanges weights by its states")
     assert run_ranks(2, failed, Averaged, {}) == ["trained"] * 2
 
