@@ -6,21 +6,22 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_QUOTAS = (
-    ("/sys/fs/cgroup/cpu.max",),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+_QUOTAS: tuple[tuple[Path, tuple[str, ...]], ...] = (
+    (Path("/sys/fs/cgroup"), ("cpu.max",)),
+    (Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
 )
-"""Files with the quota and the period of a container's control group, of both versions."""
+"""Root of the control groups, and a group's files with quota and period, of both versions."""
 
 
 def usable_cores() -> int:
-    """Return the number of cores that schedulers and the container leave to this process, at least 1."""
+    """Return the number of cores that schedulers and control groups leave to this process, at least 1."""
     found = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    for files in _QUOTAS:
-        with suppress(OSError, ValueError, ZeroDivisionError):  # "max": no quota
-            quota, period = (int(word) for path in files for word in Path(path).read_text().split())
-            if quota > 0:
-                found.append(quota // period)
+    for root, names in _QUOTAS:
+        for group in _groups(root):
+            with suppress(OSError, ValueError, ZeroDivisionError):  # not a group of this version, or "max": no quota
+                quota, period = (int(word) for name in names for word in (group / name).read_text().split())
+                if quota > 0:
+                    found.append(quota // period)
     return max(1, min(found))
 
 

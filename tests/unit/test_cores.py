@@ -38,5 +38,20 @@ def test_a_container_has_the_cores_of_its_quota(
     for file, text in zip(files, texts, strict=False):
         file.write_text(f"{text}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    monkeypatch.setattr(cores, "_QUOTAS", (tuple(map(str, files)),))
+    monkeypatch.setattr(cores, "_QUOTAS", ((tmp_path, tuple(file.name for file in files)),))
     assert usable_cores() == expected
+
+
+def test_a_service_has_the_cores_of_the_least_quota_of_its_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with CPUQuota= of systemd, in a slice that has another."""
+    service, own = tmp_path / "user.slice" / "run.service", tmp_path / "own"
+    service.mkdir(parents=True)
+    (service.parent / "cpu.max").write_text("800000 100000\n")
+    (service / "cpu.max").write_text("200000 100000\n")
+    own.write_text("0::/user.slice/run.service\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(cores, "_QUOTAS", ((tmp_path, ("cpu.max",)),))
+    monkeypatch.setattr(cores, "_OWN_GROUPS", own)
+    assert usable_cores() == 2
