@@ -906,6 +906,7 @@ def test_damaged_weights_are_one_sentence(damage: str, message: str, tmp_path: P
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:100])
     if damage == "index":
+        file.unlink()
         index = {"weight_map": {"model.norm.weight": "x/../y.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
