@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -305,12 +306,15 @@ def _check_swin(config: SwinConfig, memory_bytes: int, state_bytes: int) -> None
     check_model(sizes, dense + expert + config.num_classes, memory_bytes, state_bytes)
 
 
+_ONE_REQUEST_S = 0.5
+
+
 class GracefulStop(Callback):
     """Takes SIGINT and SIGTERM while training runs: the ranks agree at the next logging step to stop, and callbacks
     save what they save at the end of a training, without the validation before it and before the `min_epochs` and
     `min_steps` of the Trainer are reached: a scheduler may not wait. Callbacks that monitor a metric are not asked at
-    this end of an epoch, since they would judge the new weights by the last validation. A second
-    SIGINT ends at once; SIGTERM may come from a scheduler that signals the launcher as well as its ranks.
+    this end of an epoch, since they would judge the new weights by the last validation. A second SIGINT, half a second
+    later at the earliest, ends at once: a scheduler may signal the launcher, which passes it on, as well as its ranks.
 
     The ranks agree every `log_every_n_steps`, one rank alone after every step: asking in between would cost a
     collective of its own in each step.
@@ -322,6 +326,7 @@ class GracefulStop(Callback):
     def __init__(self) -> None:
         self.stopped_by: signal.Signals | None = None
         self._asked_by: signal.Signals | None = None
+        self._asked_at = 0.0
         self._limit: int | float = 1.0
         self._least: tuple[int | None, int | None] = None, None
 
@@ -370,9 +375,10 @@ class GracefulStop(Callback):
                 self.stopped_by = received
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == self._asked_by == signal.SIGINT:
+        if number != self._asked_by:
+            self._asked_by, self._asked_at = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at > _ONE_REQUEST_S:
             raise KeyboardInterrupt
-        self._asked_by = signal.Signals(number)
 
 
 def _monitors(trainer: pl.Trainer) -> list[EarlyStopping | ModelCheckpoint]:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
+from moe_lightning.cli import training
 from moe_lightning.cli.training import GracefulStop
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer
@@ -47,9 +48,10 @@ def _fit(folder: Path, stop: GracefulStop, impatient: Impatient, *, rank: int = 
     ("signals", "stopped_by"),
     [
         ([signal.SIGINT], signal.SIGINT),
+        ([signal.SIGINT, signal.SIGINT], signal.SIGINT),  # a scheduler's to all, and that of the launcher
         ([signal.SIGTERM], signal.SIGTERM),
         ([signal.SIGTERM, signal.SIGTERM], signal.SIGTERM),
-        ([signal.SIGTERM, signal.SIGINT], signal.SIGINT),  # a scheduler's to all, and that of the launcher
+        ([signal.SIGTERM, signal.SIGINT], signal.SIGINT),  # as above
         ([signal.SIGINT, signal.SIGTERM], signal.SIGTERM),
     ],
 )
@@ -132,7 +134,8 @@ def test_steps_that_pass_over_all_multiples_are_saved_and_stopped(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:07d}.ckpt" for step in (5, 9, 13, 15)]
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_ONE_REQUEST_S", 0.0)
     stop = GracefulStop()
     with pytest.raises(SystemExit):  # Lightning's answer to Ctrl-C
         _fit(tmp_path, stop, Impatient(5, signals=[signal.SIGINT] * 2))
