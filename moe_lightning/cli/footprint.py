@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_lightning.cli.capacity import MOMENTS
 from moe_lightning.compat import private_torch
 from moe_lightning.moe.layer import MoELayer, moe_layers
+from moe_lightning.moe.randomness import SampleStream, attach_stream
 from moe_lightning.simulate.workload import Footprint, StateBytes
 
 PRECISIONS: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -180,6 +181,8 @@ class _SavedBytes:
             part.register_forward_pre_hook(self._enter_part)
             part.register_forward_hook(self._leave_part)
         autocast = torch.autocast("cpu", dtype=computed or torch.bfloat16, enabled=computed is not None)
+        attach_stream(self.model, stream := SampleStream())
+        stream.advance(step=0, first_sample=0, num_samples=1)  # else noise asks a generator, which has no values here
         with private_torch.without_memory(), autocast:
             self.model.to_empty(device="cpu")
             one, two = (self._run(sequences, context_length) for sequences in (1, 2))

@@ -44,12 +44,13 @@ class NoiseSource(IntEnum):
 class SampleStream:
     """Position of the running batch in the global stream of samples; the strategy advances it, modules only read it.
 
-    A stream that nobody advances (a module used without the strategy) counts draws instead, so that noise still
-    changes.
+    A stream that nobody advances (a module used without the strategy) draws a number from torch's generator of the CPU
+    for each tensor of noise instead, which torch.utils.checkpoint restores for the recomputation.
 
     Attributes:
         seed: of the run.
-        step: optimizer step of the running batch; where a module optimizes manually, the number of the batch.
+        step: optimizer step of the running batch; where a module optimizes manually, the number of the batch; 0 where
+            no strategy begins batches.
         first_sample: position of this rank's first sample inside the step's global batch.
         num_samples: samples of this rank in the running micro-batch; 0 when unknown (rows are then counted from
             first_sample).
@@ -69,7 +70,6 @@ class SampleStream:
         self.is_dummy_batch = False
         self.micro_batch: int | None = None
         self._is_driven = False
-        self._drawn = 0  # the count of draws, while the stream is driven
 
     def __deepcopy__(self, memo: dict[int, object]) -> SampleStream:
         """The copy of a module that a strategy drives follows the same samples; any other draws for itself."""
@@ -93,25 +93,23 @@ class SampleStream:
 
     def advance(self, *, step: int, first_sample: int, num_samples: int, total_samples: int = 0) -> None:
         """Enter a micro-batch; one of no samples is a dummy."""
-        if not self._is_driven:
-            self._drawn = self.step
         self.step, self.first_sample, self.num_samples = step, first_sample, num_samples
         self.total_samples = total_samples
         self.is_dummy_batch = num_samples == 0
         self._is_driven = True
 
-    def release(self) -> None:
-        """Enter a micro-batch whose samples have no known positions: go on counting draws."""
-        if self._is_driven:
-            self.step = self._drawn
+    def release(self, *, step: int) -> None:
+        """Enter a micro-batch whose samples have no known positions."""
+        self.step = step
         self.first_sample = self.num_samples = self.total_samples = 0
         self.is_dummy_batch = self._is_driven = False
 
     def draw(self, tag: int, num_rows: int) -> ops.Draw:
-        """The numbers keyed by (seed, step, tag, global row, column); a stream that nobody drives makes a step."""
-        if not self._is_driven:
-            self.step += 1
-        key = self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + self.step + 1
+        """The numbers keyed by (seed, step, tag, global row, column); in a stream that nobody drives, by one of torch's
+        generator in the place of the step.
+        """
+        step = self.step if self._is_driven else int(torch.randint(0, 1 << 62, (1,), device="cpu"))
+        key = self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + step + 1
         return self._draw(torch_kernels.mixed(key), num_rows)
 
     def _draw(self, key: int, num_rows: int) -> ops.Draw:

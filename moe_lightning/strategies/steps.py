@@ -289,8 +289,8 @@ class Steps:
         self.is_dummy_batch = batch is not None and batch.count == 0
         self.sequences.enter()
         self.stream.begin_micro_batch()
+        trainer = self._state.trainer
         if batch is not None:
-            trainer = self._state.trainer
             by_hand = trainer.training and not self._state.module.automatic_optimization  # batches may share an update
             self.stream.advance(
                 step=batch.step if by_hand else trainer.global_step,
@@ -299,7 +299,7 @@ class Steps:
                 total_samples=batch.micro_total,
             )
         else:
-            self.stream.release()
+            self.stream.release(step=trainer.global_step)
 
     def _end_batch(self) -> None:
         self.batch = None

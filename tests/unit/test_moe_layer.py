@@ -184,8 +184,7 @@ def test_a_layer_can_be_copied_after_a_forward_pass() -> None:
 def test_a_copy_draws_for_itself_unless_a_strategy_drives_it() -> None:
     dropout = StreamDropout(0.5)
     x = torch.ones(50, 4)
-    copied = copy.deepcopy(dropout)
-    assert torch.equal(dropout(x), copied(x))
+    assert copy.deepcopy(dropout).stream is not dropout.stream
     dropout.stream.advance(step=3, first_sample=0, num_samples=50)
     follower = copy.deepcopy(dropout)
     dropout.stream.advance(step=4, first_sample=0, num_samples=50)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_lightning.moe.randomness import NoiseSource, SampleStream, StreamDropout, attach_stream
 
@@ -93,6 +94,13 @@ def test_a_stream_that_nobody_drives_still_changes() -> None:
     assert not torch.equal(draw(stream, 8), draw(stream, 8))
     driven = at()
     assert torch.equal(draw(driven, 8), draw(driven, 8)), "recomputation must see the same noise"
+
+
+def test_a_checkpoint_of_torch_draws_the_same_noise_again() -> None:
+    dropout, x = StreamDropout(0.5), torch.ones(64, 8, requires_grad=True)
+    out = checkpoint(lambda x: dropout(x) ** 2, x, use_reentrant=False)
+    out.sum().backward()
+    assert torch.equal(x.grad != 0, out != 0)  # type: ignore[union-attr]
 
 
 def test_dropout_scales_what_it_keeps() -> None:
