@@ -277,9 +277,12 @@ def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
         yield figure(svg(picture), title, caption)
 
 
-def recoveries(directory: Path, metrics: Metrics) -> list[str]:
-    """Failures: causes, durations, costs."""
-    parts = []
+def _recovery_table(directory: Path) -> tuple[list[str], list[list[str]]]:
+    """The names of the columns, and the cells of every recovery.
+
+    Raises:
+        ConfigurationError: a file is no such table.
+    """
     rows: list[list[str]] = []
     head: list[str] = []
     for file in metrics_files(directory, "recoveries.csv"):
@@ -289,6 +292,13 @@ def recoveries(directory: Path, metrics: Metrics) -> list[str]:
         except (ValueError, OSError, csv.Error) as error:
             raise ConfigurationError(f"{file} is not a table of recoveries: move it away") from error
         rows += found
+    return head, rows
+
+
+def recoveries(directory: Path, metrics: Metrics) -> list[str]:
+    """Failures: causes, durations, costs."""
+    parts = []
+    head, rows = _recovery_table(directory)
     lanes = recovery_lanes(metrics)
     if lanes:
         title = "changes of ranks: from the loss or join until training goes on"
@@ -481,7 +491,7 @@ def render(directory: Path) -> str:
     }
     name = str(config.get("run_name") or directory.resolve().name)
     subtitle = f"a run of moe-lightning, {_size(config, metrics, summary)}"
-    return page(name, subtitle, [cards(_numbers(summary, metrics))], sections)
+    return page(name, subtitle, [cards(_numbers(directory, summary, metrics))], sections)
 
 
 def _mapping(path: Path, read: Any) -> dict[str, Any]:
@@ -525,19 +535,25 @@ def _last_step(metrics: Metrics) -> int:
     return max((step for values in metrics.values() for step in values), default=0)
 
 
-def _numbers(summary: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
-    """Return the values of the run's summary; the last values of a run that has not ended."""
+def _numbers(directory: Path, summary: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
+    """Return the values of the run's summary; the last values of a run that has not ended. Recoveries are counted in
+    their table: of several at one step, metrics have one.
+    """
     numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     last = {name: list(values.values())[-1] for name, values in metrics.items()}
     for name, metric in (("val_loss", "val/loss"), ("tokens_per_s", "train/tokens_per_s")):
         if name not in numbers and metric in last:
             numbers[name] = last[metric]
     found = [(title, form.format(numbers[name])) for name, (title, form) in _CARDS.items() if name in numbers]
-    lost = metrics.get("recovery/lost_rank", {})
+    head, rows = _recovery_table(directory)
+    lost = [cells for row in rows if (cells := dict(zip(head, row, strict=False))).get("lost_ranks")]
     found.append(("recoveries from lost ranks", f"{len(lost):,}"))
     if lost:
-        total_ms = metrics.get("recovery/total_ms", {})
-        found.append(("time of these recoveries", f"{sum(total_ms.get(step, 0.0) for step in lost) / 1e3:,.1f} s"))
+        try:
+            seconds = sum(float(cells["total_s"]) for cells in lost)
+        except (KeyError, ValueError) as error:
+            raise ConfigurationError("recoveries.csv has no number in total_s of a lost rank: move it away") from error
+        found.append(("time of these recoveries", f"{seconds:,.1f} s"))
     if "checkpoint/plt" in last:
         found.append(("lost tokens (PLT)", f"{100 * last['checkpoint/plt']:.4g} %"))
     return found

@@ -165,9 +165,18 @@ def test_a_run_that_goes_on_is_not_described_by_the_summary_of_its_former_start(
 def test_ranks_that_join_are_no_recovery(run: Path) -> None:
     assert "Dotted:" not in report.render(run), "no rank was lost"
     write_metrics(run, 1, [{**recovery(14, 200.0), "recovery/lost_rank": 2}, recovery(16, 100.0)])
+    assert "Dotted:" in report.render(run)
+
+
+def test_recoveries_at_one_step_are_counted_one_by_one(run: Path) -> None:
+    """A rank that joins is none."""
+    with (run / "csv" / "version_0" / "recoveries.csv").open("a", newline="") as file:
+        csv.writer(file).writerows(
+            [12, "2026-01-01", "", lost, 3, 2, "", 0, 0, seconds] for lost, seconds in ((2, 0.5), ("", 9.0))
+        )
     words = " ".join(" ".join(ElementTree.fromstring(report.render(run)).itertext()).split())
-    assert "recoveries from lost ranks 1 " in words
-    assert "time of these recoveries 0.2 s" in words
+    assert "recoveries from lost ranks 2 " in words
+    assert "time of these recoveries 0.9 s" in words
 
 
 def test_a_table_without_a_head_is_refused(run: Path) -> None:
