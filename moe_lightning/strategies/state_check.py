@@ -89,7 +89,8 @@ class CheckSchedule:
             return False
         self.is_new_world = generation != self.at[0]
         if self.is_new_world:  # after a recovery all begin again: newcomers have not checked
-            self.first = self._next = step + self._unchecked
+            self.first = step + self._unchecked
+            self._next = self.first if self._every == "auto" else self._multiple(max(1, step))
             self._asked = None
         self.at = generation, step
         now = time.perf_counter()
@@ -107,9 +108,7 @@ class CheckSchedule:
         """Return True if a step is checked, on all ranks."""
         if self._worlds.present.size == 1 or step < 1 or self.is_stopped:
             return False
-        if step == self._asked:
-            return True
-        return step >= self._next if self._every == "auto" else self._every > 0 and step % self._every == 0
+        return step >= self._next or step == self._asked
 
     def check_next(self) -> None:
         """Let the next step in this world be checked; on all ranks."""
@@ -139,9 +138,19 @@ class CheckSchedule:
         Args:
             measured: summed over the ranks.
         """
+        if self._every != "auto":
+            self._next = self._multiple(self.at[1] + 1)
+            return
         check, step = measured.tolist()
         wait = math.ceil(check / (_SHARE * max(1, step))) if step else 1
         self._next = self.at[1] + min(self._most_steps, max(1, wait))
+
+    def _multiple(self, step: int) -> int:
+        """Return the first multiple of the interval from a step on. The steps of two optimizers may pass over it: then
+        the next batch is checked.
+        """
+        assert self._every != "auto"
+        return -(-step // self._every) * self._every if self._every else step
 
 
 class StateCheck:

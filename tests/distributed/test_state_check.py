@@ -412,6 +412,18 @@ def test_a_further_training_is_checked_from_its_begin() -> None:
     assert [step for step in range(5) if schedule.begins(step) and schedule.is_due(step)] == [2, 3, 4]
 
 
+def test_steps_that_pass_over_all_multiples_are_checked() -> None:
+    """As those of two optimizers, in batches of two steps that begin at odd ones."""
+    worlds, due = Worlds(), list[int]()
+    worlds.set_present(World.offline(0, 2, torch.device("cpu")))
+    schedule = state_check.CheckSchedule(worlds, 4, most_steps=100, unchecked=2)
+    for step in (0, *range(1, 20, 2)):
+        if schedule.begins(step) and schedule.is_due(step):
+            due.append(step)
+            schedule.plan(torch.tensor([1, 1]))
+    assert due == [5, 9, 13, 17]
+
+
 class Odd(nn.Module):
     """Parameters of unusual shapes and types."""
 
