@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from moe_lightning.compat import private_torch
 from moe_lightning.errors import ConfigurationError
@@ -263,9 +264,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float | None)
     )  # fmt: skip
 
 
+_ATTENTION = ("scaled_dot_product_attention", "flex_attention")
+
+
 class OtherAttention(TorchFunctionMode):
     """Finds attention that does not ask the context, and so would see the positions of a part only: torch's own
-    function, or a softmax over positions for each position.
+    functions, or a softmax over positions for each position.
 
     Raises:
         ConfigurationError: there is some.
@@ -274,22 +278,36 @@ class OtherAttention(TorchFunctionMode):
     def __init__(self, context: ContextParallel, length: int) -> None:
         super().__init__()
         self._context, self._length = context, length
+        self._found = ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_softmax = getattr(func, "__name__", "") == "softmax" and args and isinstance(args[0], Tensor)
-        is_attention = func is F.scaled_dot_product_attention or (is_softmax and self._is_square(args[0]))
+        name = getattr(func, "__name__", "")
+        scores = args[0] if args else (kwargs or {}).get("input")
+        is_attention = name in _ATTENTION or (name == "softmax" and self._is_square(scores))
         if is_attention and not self._context.is_attending:
-            raise ConfigurationError(
-                f"{getattr(func, '__name__', func)} mixes the {self._length} positions of a part only, where mesh.cp "
-                "has cut sequences: call the attention of a moe_lightning.ContextParallel, which the module keeps as "
-                "`context`, or set mesh.cp=1"
-            )
+            self._found = name
+            if not torch.compiler.is_compiling():  # there an error becomes one of the compiler
+                self._refuse()
         return func(*args, **(kwargs or {}))
 
-    def _is_square(self, scores: Tensor) -> bool:
-        return scores.ndim > 2 and tuple(scores.shape[-2:]) == (self._length, self._length)
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._found and not isinstance(error[1], ConfigurationError):
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigurationError(
+            f"{self._found} mixes the {self._length} positions of a part only, where mesh.cp has cut sequences: call "
+            "the attention of a moe_lightning.ContextParallel, which the module keeps as `context`, or set mesh.cp=1"
+        )
+
+    def _is_square(self, scores: object) -> bool:
+        return (
+            isinstance(scores, Tensor) and scores.ndim > 2 and tuple(scores.shape[-2:]) == (self._length, self._length)
+        )
 
 
 def attach_context(model: nn.Module, context: ContextParallel) -> None:

@@ -454,11 +454,13 @@ def planned_cuts(module: nn.Module, size: int) -> dict[nn.Parameter, TensorCut]:
         size: parts of each layer.
 
     Raises:
-        ConfigurationError: no module has a plan, parameters cannot be cut equally, or one is cut in two ways.
+        ConfigurationError: no module has a plan, parameters cannot be cut equally, one is cut in two ways, or a style
+            does not compute what a module computes.
     """
     found: dict[nn.Parameter, TensorCut] = {}
     for name, style in dict(planned_styles(module, size)).items():
         part = module.get_submodule(name)
+        _require_forward_of(style, part, name)
         for own_name, share in style.shares(part).items():
             parameter = part.get_parameter(own_name)
             _require_equal(name, share, size)
@@ -466,6 +468,17 @@ def planned_cuts(module: nn.Module, size: int) -> dict[nn.Parameter, TensorCut]:
             if found.setdefault(parameter, cut) != cut or sum(cut.sections) != parameter.shape[cut.dim]:
                 raise ConfigurationError(f"{name}.{own_name} cannot be cut as the plan says: give it one way to be cut")
     return found
+
+
+def _require_forward_of(style: Style, part: nn.Module, name: str) -> None:
+    kind: Any = {Embedding: nn.Embedding, Rows: nn.Linear}.get(
+        type(style)
+    )  # which compute without the module's forward
+    if kind is not None and type(part).forward is not kind.forward:
+        raise ConfigurationError(
+            f"{name} is a {type(part).__name__} with a forward of its own, which {type(style).__name__}() of its plan "
+            f"does not call: use a plain nn.{kind.__name__} and compute the rest outside of it, or set mesh.tp=1"
+        )
 
 
 def _require_equal(name: str, share: Shares, size: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader, Dataset
 
 from moe_lightning import ContextParallel, MoELayer, auxiliary_loss
@@ -19,6 +20,7 @@ from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.randomness import StreamDropout
+from moe_lightning.parallel.sequence import OtherAttention
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.test_meshes import CASES, CP2, LLAMA, reference, run
@@ -221,3 +223,10 @@ def refusal(rank: int, world_size: int, kind: Callable[[], pl.LightningModule], 
 def test_what_would_be_wrong_is_refused_in_a_sentence(kind: Any, data: Any, words: str) -> None:
     for found in run_pooled(2, partial(refusal, kind=kind, data=data)):
         assert words in found
+
+
+@pytest.mark.parametrize("attend", [slow(flex_attention), lambda q, k, v: torch.softmax(input=q @ k.mT, dim=-1) @ v])
+def test_attention_without_the_context_is_found_however_it_is_called(attend: Any) -> None:
+    x = torch.randn(1, 2, 16, 8)
+    with pytest.raises(ConfigurationError, match="mixes the 16 positions"), OtherAttention(ContextParallel(), 16):
+        attend(x, x, x)

@@ -21,7 +21,7 @@ from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.summary import Summary
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.tensor import Columns, Gathered, Parted, Plan, Rows, TensorRanks
+from moe_lightning.parallel.tensor import Columns, Embedding, Gathered, Parted, Plan, Rows, TensorRanks, planned_cuts
 from moe_lightning.strategies.checks import require_own_sharding
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE
@@ -303,6 +303,28 @@ def test_who_deals_out_parameters_otherwise_is_refused() -> None:
 )
 def test_layers_that_cannot_be_dealt_out_are_refused(options: dict[str, Any], words: str) -> None:
     assert all(words in found for found in run_pooled(2, partial(refusal, options=options)))
+
+
+class Scaled(nn.Embedding):
+    """Embeds as Gemma does."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 6.0 * super().forward(ids)
+
+
+class Halved(nn.Linear):
+    """A projection with a factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize(("style", "layer"), [(Embedding(), Scaled(8, 4)), (Rows(), Halved(8, 4))])
+def test_a_forward_that_a_style_does_not_call_is_refused(style: Any, layer: nn.Module) -> None:
+    module = nn.Sequential(layer)
+    module.tensor_parallel_plan = lambda: {"0": style}  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=f"0 is a {type(layer).__name__} with a forward of its own"):
+        planned_cuts(module, 2)
 
 
 def odd_sequences(rank: int, world_size: int) -> str:
