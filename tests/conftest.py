@@ -40,14 +40,22 @@ _LARGE = ("sympy", "scipy.stats", "matplotlib.pyplot")
 """Modules that Lightning imports, but not torch."""
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """In a fresh environment two workers compile the same modules side by side: let the second one begin with others,
-    which the first one then finds, as it finds the first one's.
+    and with the last test, which the first one then finds, as it finds the first one's.
     """
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
-        for name in _LARGE:
-            with contextlib.suppress(ImportError):
+        gc.disable()
+        asked = [Path(argument.partition("::")[0]).resolve() for argument in session.config.args]
+        tests = {test for path in asked for test in (path.rglob("test_*.py") if path.is_dir() else [path])}
+        for name in (*_LARGE, *(_module(test) for test in sorted(tests, reverse=True))):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports it
                 importlib.import_module(name)
+
+
+def _module(test: Path) -> str:
+    """Return the name by which the collection imports a file."""
+    return ".".join(test.relative_to(Path(__file__).parents[1]).with_suffix("").parts)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
