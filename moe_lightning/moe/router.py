@@ -309,7 +309,8 @@ class Router(private_torch.Float32Module):
             selection_E = self.expert_bias_E if self.has_selection_bias else None
             return ops.route(x_TD, self.weight, choice, bias_E=self.bias, selection_E=selection_E)
         logits_TE = self.logits(x_TD.to(torch.promote_types(x_TD.dtype, self.dtype)))
-        scores_TE = self._alike(logits_TE.softmax(dim=-1) if self.config.score == "softmax" else logits_TE.sigmoid())
+        scores_TE = logits_TE.softmax(dim=-1) if self.config.score == "softmax" else logits_TE.sigmoid()
+        scores_TE = self._alike(scores_TE, logits_TE)
         ids_TK = self.choose(scores_TE) if self.chooser is None else self.chooser(self, scores_TE)
         weights_TK = self._weigh(scores_TE, logits_TE, ids_TK)
         return ops.Routed(logits_TE=logits_TE, scores_TE=scores_TE, weights_TK=weights_TK, ids_TK=ids_TK)
@@ -341,9 +342,10 @@ class Router(private_torch.Float32Module):
             noise_TD = self.stream.uniform(NoiseSource.JITTER.key(self.tag), x_TD.shape[0], x_TD.shape[1], x_TD.device)
             x_TD = x_TD * (1.0 + config.jitter * (2.0 * noise_TD - 1.0))
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
-        logits_TE = self._alike(F.linear(x_TD, self.weight.to(x_TD.dtype), bias_E))
+        logits_TE = F.linear(x_TD, self.weight.to(x_TD.dtype), bias_E)
         if self.adapter is not None:
             logits_TE = logits_TE + self.adapter(x_TD)
+        logits_TE = self._alike(logits_TE)
         if self.training and self.noise_weight is not None:
             std_TE = F.softplus(F.linear(x_TD, self.noise_weight.to(x_TD.dtype)))
             key = NoiseSource.SELECTION.key(self.tag)
@@ -382,18 +384,29 @@ class Router(private_torch.Float32Module):
         """Let experts with the same row, as copies have until they learn, have the same logits to the last bit: those
         of a matrix product depend on the column, so that rounding would choose between them otherwise on other ranks.
         """
-        rows = self.weight if self.bias is None else torch.cat([self.weight, self.bias[:, None]], dim=1)
-        _, group_E = torch.unique(rows, dim=0, return_inverse=True)
+        rows: list[Tensor] = [self.weight]
+        if self.bias is not None:
+            rows.append(self.bias[:, None])
+        if self.adapter is not None:
+            rows.append(self.adapter.get_parameter("lora_b"))
+        _, group_E = torch.unique(torch.cat(rows, dim=1), dim=0, return_inverse=True)
         first_E = (group_E[:, None] == group_E).int().argmax(dim=1)
         is_alone = bool((first_E == torch.arange(self.num_experts, device=first_E.device)).all())
         self._twins_E = None if is_alone else first_E
 
-    def _alike(self, values_TE: Tensor) -> Tensor:
-        """With those of an expert's first twin, and gradients of its own."""
+    def _alike(self, values_TE: Tensor, of_TE: Tensor | None = None) -> Tensor:
+        """With those of an expert's first twin, and gradients of its own.
+
+        Args:
+            of_TE: the values' arguments: where noise makes these differ, the values may; None: they are alike.
+        """
         if self._twins_E is None:
             return values_TE
         constant_TE = values_TE.detach()
-        return constant_TE[:, self._twins_E] + (values_TE - constant_TE)  # of which the second is exactly zero
+        first_TE = constant_TE[:, self._twins_E]
+        if of_TE is not None:
+            first_TE = torch.where(of_TE == of_TE[:, self._twins_E], first_TE, constant_TE)
+        return first_TE + (values_TE - constant_TE)  # of which the second is exactly zero
 
     @torch.no_grad()
     def count_for_bias(self, tokens_per_expert_E: Tensor) -> None:

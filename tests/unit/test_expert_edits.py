@@ -20,6 +20,8 @@ from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.expert_edits import ExpertEdit, edit_checkpoint, edit_file, least_loaded, mixed, parse_edits
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.adapters import add_adapters
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.router import Router, RouterConfig
 from moe_lightning.strategies.averaging import CURRENT
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
@@ -207,3 +209,22 @@ def test_twins_have_one_score_until_they_learn() -> None:
         router.weight[6] += 1
     router.update_bias()
     assert torch.equal(router.logits(x_TD), F.linear(x_TD, router.weight))
+
+
+def test_twins_are_told_apart_by_adapters_and_noise() -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(8, 16, 4, router={"top_k": 1, "noisy_top_k": True})
+    router, x_TD = layer.router, torch.randn(64, 8)
+    assert isinstance(router, Router)
+    router.stream.advance(step=0, first_sample=0, num_samples=64)
+    with torch.no_grad():
+        router.weight[1] = router.weight[0]
+        noisy = router(x_TD).expert_ids_TK
+        router.find_twins()
+        assert torch.equal(router(x_TD).expert_ids_TK, noisy)
+        router._twins_E = None
+        add_adapters(layer, {"targets": ["router"], "rank": 2})
+        router.adapter.lora_b[1] = 3.0  # type: ignore[union-attr, index, operator]
+        adapted = router.eval()(x_TD).expert_ids_TK
+        router.find_twins()
+        assert torch.equal(router(x_TD).expert_ids_TK, adapted)
