@@ -149,7 +149,7 @@ class Popularity:
     """
 
     def __init__(self, forced: ForcedRouting, num_experts: int, layer: int) -> None:
-        self._layer = layer
+        self.layer = layer
         self._period = forced.period if forced.kind == "drift" else None
         self._iterations = np.zeros(1, dtype=np.int64)
         if forced.kind == "trace":
@@ -173,7 +173,7 @@ class Popularity:
     def _turned(self, turn: int) -> FloatArray:
         """The shares in the order of one turn of the drift."""
         shares: FloatArray = self._shares[0]
-        return np.random.default_rng((self._layer, turn)).permutation(shares)
+        return np.random.default_rng((self.layer, turn)).permutation(shares)
 
 
 def sample_experts(shares_E: FloatArray, uniform_T: Tensor, top_k: int) -> Tensor:

@@ -358,7 +358,7 @@ class Router(private_torch.Float32Module):
         """int64 [T, K], distinct experts of each token by their scores, float32 [T, E]."""
         config = self.config
         if config.forced is not None:
-            if self._popularity is None:
+            if self._popularity is None or self._popularity.layer != self.tag:  # layers are numbered late
                 self._popularity = Popularity(config.forced, self.num_experts, self.tag)
             key = NoiseSource.SELECTION.key(self.tag)
             uniform_T1 = self.stream.uniform(key, scores_TE.shape[0], 1, scores_TE.device)

@@ -71,6 +71,16 @@ def test_a_forced_router_follows_its_shares_and_still_trains() -> None:
     assert router.weight.grad.abs().sum() > 0
 
 
+def test_layers_differ_after_a_pass_without_numbers() -> None:
+    forced = ForcedRouting(kind="zipf", exponent=3.0)
+    routers = torch.nn.ModuleList(Router(8, 8, RouterConfig(forced=forced, top_k=1)) for _ in range(3))
+    for router in routers:
+        router(torch.randn(4, 8))
+    attach_stream(routers, SampleStream())
+    hottest = [int(router(torch.randn(512, 8)).tokens_per_expert_E.argmax()) for router in routers]
+    assert hottest == [int(Popularity(forced, 8, layer).at(0).argmax()) for layer in range(3)]
+
+
 def write_trace(path: Path, counts: Any, iteration: Any) -> str:
     np.savez(path, counts=np.array(counts), iteration=np.array(iteration))
     return str(path)
