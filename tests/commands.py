@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 from moe_lightning.elastic import launcher
+from moe_lightning.elastic.worker import TERMINAL_VARIABLE
 from tests.forks import fork
 from tests.programs import Program, users_environment
 
@@ -207,6 +208,8 @@ def _serve_ranks(pipe: Connection) -> NoReturn:
             pipe.close()
             os.environ.clear()
             os.environ.update(environment)
+            if outputs:
+                os.environ[TERMINAL_VARIABLE] = " ".join(str(os.dup(number)) for number in (1, 2))
             if outputs and outputs[0].exists():  # else it writes to the terminal
                 _write_to(*outputs)
             _run(name, arguments)
