@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,14 +93,14 @@ def gather_at_layers(root: FSDPModule, is_due: Callable[[], bool]) -> Iterator[t
             layers.setdefault(owner, []).append(parameter)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def gather(parameters: Sequence[Any], *_: object) -> None:
+    def gather(layer: nn.Module, _: object) -> None:  # a function, which a copy of the layer shares
         if is_due():
             root.unshard()
-            for parameter in parameters:
+            for parameter in layers.get(layer, ()):
                 parameter.share_freezing()
 
-    for layer, parameters in layers.items():
-        yield layer, layer.register_forward_pre_hook(partial(gather, parameters))
+    for layer in layers:
+        yield layer, layer.register_forward_pre_hook(gather)
 
 
 def _keep_freezing(parameter: Any) -> None:

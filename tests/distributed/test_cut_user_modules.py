@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -150,7 +151,9 @@ class FreezesInTurn(TogglesOptimizers):
 
 
 class GoesOnAfterBackward(OwnModule):
-    """Calls layers by themselves: for two backward passes in a row, and after the update. All is frozen in between."""
+    """Calls layers by themselves: for two backward passes in a row, and after the update. One of them is copied, and
+    all are frozen in between.
+    """
 
     automatic_optimization = False
 
@@ -159,6 +162,8 @@ class GoesOnAfterBackward(OwnModule):
         parameters = optimizer.param_groups[0]["params"]
         for parameter in parameters:
             parameter.requires_grad_(True)
+        copied = copy.deepcopy(self.embed)
+        assert copied(batch[0]).equal(self.embed(batch[0]))
         losses = [self.nats(*batch) for _ in range(2)]
         for loss in losses:
             self.manual_backward(loss)
