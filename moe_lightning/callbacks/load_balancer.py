@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
@@ -30,7 +31,7 @@ from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.callbacks.calibration import CostMeter
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.placement import Placement, uniform_placement
@@ -169,11 +170,10 @@ class StepCounts:
 
     Attributes:
         has_ended: the step has ended, and the next batch begins another one.
-        updated_at: global step of the last update.
     """
 
-    def __init__(self, layers: Sequence[MoELayer] = (), *, updated_at: int = 0) -> None:
-        self._layers, self.updated_at = layers, updated_at
+    def __init__(self, layers: Sequence[MoELayer] = ()) -> None:
+        self._layers = layers
         self.has_ended = self._is_last = True
         self._batch = 0
         self._begin()
@@ -337,6 +337,7 @@ class LoadBalancer(ExpertParallelCallback):
         self._num_layers = 0  # of the model
         self._restored: State | None = None
         self._rates, self._counts = OwnRates(), StepCounts()
+        self._versions: dict[nn.Parameter, int] = {}  # of parameters of experts when the batch began
         self._since_log = SinceLog()
 
     # ------------------------------------------------------------------ start and end
@@ -371,7 +372,7 @@ class LoadBalancer(ExpertParallelCallback):
         self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
         self.follower.begin()
         planner.set_speeds(self.follower.experts.speeds)
-        self._counts = StepCounts(layers, updated_at=trainer.global_step)
+        self._counts = StepCounts(layers)
         self._counts.watch(partial(self._observe, strategy.steps if is_pipeline else None))
 
     def _stop(self) -> None:
@@ -474,6 +475,7 @@ class LoadBalancer(ExpertParallelCallback):
         if self._counts.begin_batch(batch_idx, is_last=not private_lightning.is_accumulating(trainer)):
             self._begin_step(_strategy(trainer), self.planner)
             self.follower.begin_step()
+        self._versions = _versions(_strategy(trainer))
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
         replay = strategy.state.window_replay
@@ -517,11 +519,11 @@ class LoadBalancer(ExpertParallelCallback):
             return
         self._costs.end_micro_batch()
         self.follower.end_micro_batch()
-        by_hand = not pl_module.automatic_optimization and not _strategy(trainer).update.gradients.are_uncounted
-        is_open = by_hand and trainer.global_step == self._counts.updated_at
-        if is_open or private_lightning.is_accumulating(trainer):  # experts that move drop their gradients
+        by_hand, now = not pl_module.automatic_optimization, _versions(_strategy(trainer))
+        # Experts that move drop their gradients, which another optimizer than the last one may still accumulate.
+        is_open = by_hand and any(p.grad is not None and self._versions.get(p) == at for p, at in now.items())
+        if is_open or private_lightning.is_accumulating(trainer):
             return
-        self._counts.updated_at = trainer.global_step
         self._counts.has_ended = True
         self._since_log.steps += 1
         times = self._costs.end_step()
@@ -550,6 +552,11 @@ class LoadBalancer(ExpertParallelCallback):
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
     return own_strategy(trainer, "LoadBalancer")
+
+
+def _versions(strategy: ExpertParallelStrategy) -> dict[nn.Parameter, int]:
+    """Return the versions of the parameters of experts, which change with every update."""
+    return {parameter: private_torch.version_of(parameter) for parameter in strategy.experts.stack_of}
 
 
 def _any_moves(strategy: ExpertParallelStrategy, placements: Sequence[Placement]) -> bool:

@@ -13,6 +13,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from moe_lightning.balancing.cluster import Cluster
@@ -82,7 +83,7 @@ def run(world_size: int, balancer: dict[str, Any], **options: Any) -> list[dict[
 
 
 class AccumulatedByHand(OwnModule):
-    """One update after four batches."""
+    """One update of the experts after four batches; dense parameters have an optimizer that steps after each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,18 +92,22 @@ class AccumulatedByHand(OwnModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.manual_backward(super().training_step(batch, batch_idx))
-        if batch_idx % 4 == 3:
-            optimizer: Any = self.optimizers()
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers[: 2 if batch_idx % 4 == 3 else 1]:
             optimizer.step()
             optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        dense = [*self.embed.parameters(), *self.out.parameters()]
+        return torch.optim.AdamW(dense, lr=3e-3), torch.optim.AdamW(self.moe.parameters(), lr=3e-3)
 
 
 def test_no_expert_moves_between_batches_that_are_accumulated_by_hand() -> None:
     balancer = EAGER | {"shadows": "none", "rebalance_every": 1, "tolerance": 0.0}
     options = {
         "own_module": AccumulatedByHand,
-        "steps": 6,
-        "dataset_size": 12 * 24,
+        "steps": 20,  # of both optimizers
+        "dataset_size": 12 * 16,
         "trainer": {"gradient_clip_val": None},
     }
     (alone,) = run(1, balancer, **options)
@@ -116,9 +121,10 @@ class SteppedPastLightning(AccumulatedByHand):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.manual_backward(OwnModule.training_step(self, batch, batch_idx))
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizers: Any = self.optimizers(use_pl_optimizer=False)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_experts_move_where_lightning_counts_no_updates() -> None:
