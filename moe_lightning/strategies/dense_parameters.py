@@ -147,6 +147,7 @@ class DenseParts:
         self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
+        self._sums = 0  # of gradients, in the present world
 
     @property
     def is_enabled(self) -> bool:
@@ -256,6 +257,7 @@ class DenseParts:
         sharded already stays as it is.
         """
         private_lightning.evaluate_without_inference_mode(self._state.module.trainer)
+        self._sums = 0
         if self.is_in_rows:
             return
         dense = self._state.training_state().dense.values()
@@ -348,11 +350,36 @@ class DenseParts:
                 parameter.grad = None
 
     def sum_rest(self, world: World) -> None:
-        """Sum gradients over ranks that the backward pass has not summed; collective."""
+        """Sum gradients over ranks that the backward pass has not summed; collective.
+
+        Raises:
+            ConfigurationError: on every rank; gradients of different parameters were summed.
+        """
         if self.is_in_rows:
+            self._require_same_use(world)
             sum_scalars([p for p in self._scalars if p.requires_grad], world)
         if self._tensors > 1:
             self._sum_parts(world)
+
+    def _require_same_use(self, world: World) -> None:
+        """Compare, for the first sums and then more and more rarely, whose gradients the ranks have summed: torch sums
+        those of a unit by their places.
+        """
+        self._sums += 1
+        if self._sums & (self._sums - 1):
+            return
+        stack_of = self._state.experts.stack_of
+        dense = [(name, p) for name, p in self._state.module.named_parameters() if p not in stack_of and p.ndim]
+        uses = all_gather_json("".join(str(int(p.grad is not None)) for _, p in dense), world)
+        for rank, others in enumerate(uses):
+            for (name, _), first, other in zip(dense, uses[0], others, strict=True):
+                if first != other:
+                    user, idle = (0, rank) if first > other else (rank, 0)
+                    raise ConfigurationError(
+                        f"{name} got a gradient on rank {user} and none on rank {idle}, and dense=fsdp and hsdp sum "
+                        "the gradients that ranks have by their places: use dense=ddp or zero1 with "
+                        "find_unused_parameters=True, or compute every layer on every rank"
+                    )
 
     def reshard(self) -> None:
         """Reshard gathered parameters after a forward pass without a backward pass."""

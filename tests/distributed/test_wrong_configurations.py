@@ -58,6 +58,17 @@ class SparseTable(OwnModule):
         self.embed = nn.Embedding(64, 32, sparse=True)
 
 
+class Adapted(OwnModule):
+    """Each rank uses another adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList([nn.Linear(32, 1), nn.Linear(32, 1)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.adapters[self.global_rank](torch.ones(32)).sum()
+
+
 class MaskedTable(OwnModule):
     """Trains some rows of its embedding."""
 
@@ -129,6 +140,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "the embedding embed has sparse=True, and dense=fsdp or hsdp sums dense gradients only": lambda: {
         "strategy": {"dense": "fsdp"},
         "module": SparseTable(),
+    },
+    "adapters.0.weight got a gradient on rank 0 and none on rank 1, and dense=fsdp and hsdp": lambda: {
+        "strategy": {"dense": "fsdp"},
+        "module": Adapted(),
     },
     "embed.weight has a hook of its gradient, which dense=fsdp and hsdp never call": lambda: {
         "strategy": {"dense": "fsdp"},
