@@ -94,9 +94,17 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
 
     @cached_property
     def eot_token_id(self) -> int:
-        """Token before a text that has nothing before it: that of a beginning or an end, or else that of a new line."""
-        begin = None if self._model.is_ours else self._model.network.config.get_text_config().bos_token_id
-        return int(begin if begin is not None else min(self._model.ends, default=self._bare("\n")[0]))
+        """Token before a text that has nothing before it: that of a beginning or an end, or else that of a new line.
+
+        config.json may name a beginning that the tokenizer does not have, as those of Qwen do.
+        """
+        theirs = self._model.theirs
+        found = [] if theirs is None else [theirs.bos_token_id, theirs.eos_token_id]
+        if not self._model.is_ours:
+            named = self._model.network.config.get_text_config().bos_token_id
+            found.append(named if named in self._tokenizer.added else None)
+        found += sorted(self._model.ends)
+        return int(next((token for token in found if token is not None), self._bare("\n")[0]))
 
     @cached_property
     def _ends(self) -> list[str]:

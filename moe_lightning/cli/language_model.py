@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from moe_lightning.data.documents import STDLIB
 from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.data.text import sources_of
 from moe_lightning.data.tokenizer import (
+    BYTES,
     ByteTokenizer,
     Tokenizer,
     errors_of_package,
@@ -109,6 +111,14 @@ class LanguageModel:
                 "--tokenizer the one that it was trained with"
             )
 
+    @cached_property
+    def theirs(self) -> Any | None:
+        """Tokenizer of transformers, with its special tokens; None for a GPT, and for a tokenizer without a folder."""
+        if self.is_ours or self.spec in ("", BYTES):
+            return None
+        file = tokenizer_file(self.spec)
+        return hugging_face_tokenizer(file.parent, for_text=True) if file.name == TOKENIZER else None
+
     @property
     def is_trained_on_conversations(self) -> bool:
         """The run has learned the answers of conversations."""
@@ -122,7 +132,7 @@ class LanguageModel:
         """
         if self.is_trained_on_conversations:
             return chat_format(self.spec, self.data.get("end_token"))
-        templated = None if self.spec in ("", "bytes") else templated_turns(tokenizer_file(self.spec).parent)
+        templated = None if self.spec in ("", BYTES) else templated_turns(tokenizer_file(self.spec).parent)
         if templated is None and self.template is not None:
             raise ConfigurationError(
                 f"{self.name} was trained on conversations, whose format its run's config.yaml names: give the "

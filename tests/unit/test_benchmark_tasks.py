@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import yaml
 
 from moe_lightning.cli.evaluate import main
+from moe_lightning.cli.language_model import open_language_model
 from moe_lightning.data.instructions import MarkedTurns
 from moe_lightning.data.tokenizer import ByteTokenizer
 from moe_lightning.errors import ConfigurationError
@@ -114,7 +116,7 @@ def test_an_answer_inside_the_last_token_of_its_question_has_its_own_tokens() ->
         return torch.tensor(words[text]), None
 
     model = SimpleNamespace(
-        is_ours=True, ends=frozenset(), decode=lambda _: "\n", begin=lambda text: words[text],
+        is_ours=True, theirs=None, ends=frozenset(), decode=lambda _: "\n", begin=lambda text: words[text],
         tokenizer=lambda: SimpleNamespace(encode=encode),
     )  # fmt: skip
     asked = _Harnessed(model, 1, None)
@@ -132,11 +134,21 @@ def test_an_answer_of_a_dialogue_ends_as_its_format_says(end: str) -> None:
         assert any(is_done(token) for token in f"42{end}<|user|>\nmore".encode())
 
     model = SimpleNamespace(
-        is_ours=True, ends=frozenset(), positions=64, decode=tokenizer.decode, generate=generate,
+        is_ours=True, theirs=None, ends=frozenset(), positions=64, decode=tokenizer.decode, generate=generate,
         begin=lambda text: list(text.encode()), check=lambda *_: None, tokenizer=lambda: tokenizer,
     )  # fmt: skip
     options = {"until": ["Q:"], "max_gen_toks": 20}
     assert _Harnessed(model, 1, MarkedTurns(end))._continued("6 * 7?", options) == "42"
+
+
+def test_a_text_begins_as_the_tokenizer_says(tmp_path: Path) -> None:
+    """The config.json of a Qwen names a beginning that its tokenizer does not have."""
+    make_checkpoint("olmoe", tmp_path, vocab_size=300, bos_token_id=7, eos_token_id=9)
+    write_tokenizer(tmp_path)
+    theirs = open_language_model(str(tmp_path), device="cpu")
+    trained = replace(theirs, spec="", tokenizer=ByteTokenizer)
+    found = [_Harnessed(model, 1, None).prefix_token_id for model in (theirs, trained)]
+    assert found == [256, 9], "the end of the tokenizer, or that of the generation"
 
 
 def test_a_run_of_a_gpt(tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
