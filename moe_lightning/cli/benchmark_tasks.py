@@ -108,10 +108,21 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
 
     @cached_property
     def _ends(self) -> list[str]:
-        """Text that ends an answer of a dialogue, where its format has one."""
+        """Texts that end an answer: that of the tokenizer's end, and in a dialogue that of its format."""
+        theirs, found = self._model.theirs, list[str]()
+        if theirs is not None and theirs.eos_token_id is not None:
+            found.append(theirs.decode([theirs.eos_token_id]))
         with suppress(ValueError):  # of a template that refuses a conversation of one question
-            return [self._written.end] if self._written is not None and self._written.end else []
-        return []
+            found += [self._written.end] if self._written is not None and self._written.end else []
+        return found
+
+    @cached_property
+    def _preferred(self) -> dict[str, Any]:
+        """Options of generation that a task need not name: those of the folder and of transformers."""
+        if self._model.is_ours:
+            return {}
+        named = self._model.network.generation_config.to_dict()
+        return {"top_k": 50} | {name: value for name, value in named.items() if value is not None}
 
     @cached_property
     def _beginning(self) -> str:
@@ -197,9 +208,9 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
         return [self._continued(*request.args) for request in texts]
 
     def _continued(self, prompt: str, given: dict[str, Any]) -> str:
-        options = normalize_gen_kwargs(given)
+        options = self._preferred | normalize_gen_kwargs(given)
         stops, count = [stop for stop in options["until"] if stop] + self._ends, options["max_gen_toks"]
-        temperature = options["temperature"] if options["do_sample"] else None
+        temperature = options.get("temperature") if options["do_sample"] else None
         sampling = Sampling(
             temperature=temperature or None, top_k=options.get("top_k") or None, top_p=options.get("top_p", 1.0)
         )
@@ -216,5 +227,7 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
             return any(stop in so_far for stop in stops)
 
         self._model.generate(ids, sampling, count, is_done)
-        text: str = postprocess_generated_text(self._model.decode(new), stops, None)
+        theirs = self._model.theirs
+        written = self._model.decode(new) if theirs is None else theirs.decode(new, skip_special_tokens=True)
+        text: str = postprocess_generated_text(written, stops, None)
         return text

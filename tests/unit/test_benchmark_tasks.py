@@ -15,9 +15,10 @@ import yaml
 from moe_lightning.cli.evaluate import main
 from moe_lightning.cli.language_model import open_language_model
 from moe_lightning.data.instructions import MarkedTurns
-from moe_lightning.data.tokenizer import ByteTokenizer
+from moe_lightning.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_lightning.errors import ConfigurationError
-from tests.huggingface_models import make_checkpoint
+from moe_lightning.models.generation import Sampling
+from tests.huggingface_models import make_checkpoint, transformers
 from tests.parameters import slow
 from tests.unit.test_generate import TEMPLATE, Answers, gpt, trained_run, write_tokenizer
 
@@ -139,6 +140,28 @@ def test_an_answer_of_a_dialogue_ends_as_its_format_says(end: str) -> None:
     )  # fmt: skip
     options = {"until": ["Q:"], "max_gen_toks": 20}
     assert _Harnessed(model, 1, MarkedTurns(end))._continued("6 * 7?", options) == "42"
+
+
+def test_an_answer_of_a_folder_is_that_of_the_adapter_for_transformers(tmp_path: Path) -> None:
+    """Without special tokens, up to the end of the tokenizer, and sampled as the folder and transformers prefer."""
+    write_tokenizer(tmp_path, additional_special_tokens=["<x>"])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chosen = []
+
+    def generate(ids: list[int], sampling: Any, count: int, is_done: Any) -> None:
+        chosen.append(sampling)
+        assert [is_done(token) for token in theirs.encode("4<x>2<e>")] == [False] * 3 + [True]
+
+    model = SimpleNamespace(
+        is_ours=False, theirs=theirs, ends=frozenset(), positions=64, decode=theirs.decode, generate=generate,
+        begin=theirs.encode, check=lambda *_: None, tokenizer=lambda: load_tokenizer(str(tmp_path / "tokenizer.json")),
+        network=SimpleNamespace(
+            config=transformers.OlmoeConfig(), generation_config=transformers.GenerationConfig(top_p=0.7)
+        ),
+    )  # fmt: skip
+    options = {"until": ["Q:"], "max_gen_toks": 20, "do_sample": True, "temperature": 0.5}
+    assert _Harnessed(model, 1, None)._continued("6 * 7?", options) == "42"
+    assert chosen == [Sampling(temperature=0.5, top_k=50, top_p=0.7)]
 
 
 def test_a_text_begins_as_the_tokenizer_says(tmp_path: Path) -> None:
