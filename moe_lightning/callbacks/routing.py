@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from moe_lightning.moe.replayed_routing import (
     check_expert_ids,
     choosing,
     forced,
+    observing,
     read_samples,
     routers_of,
     write_tokens,
@@ -185,7 +187,8 @@ class RoutingReplay(ExpertParallelCallback):
 
     Raises:
         ConfigurationError: when training starts, another strategy, no router whose choices can be kept, or a stage of a
-            pipeline without one; while it runs, tokens that the folder does not have.
+            pipeline without one, or routing that is replayed already; while it runs, tokens that the folder does not
+            have.
     """
 
     def __init__(self, path: str, mode: Literal["record", "replay"] = "record") -> None:
@@ -221,9 +224,15 @@ class RoutingReplay(ExpertParallelCallback):
                 "RoutingReplay"
             )
         self._seen, self._table = {}, None
-        choose = self._record if self._mode == "record" else self._replay
-        choosers = [lambda router, scores, layer=layer: choose(layer, router, scores) for layer in self._layers]
-        self._stack.enter_context(choosing([self._routers[layer] for layer in self._layers], choosers))
+        routers = [self._routers[layer] for layer in self._layers]
+        if self._mode == "record":
+            recorders = [partial(self._record, layer) for layer in self._layers]
+            self._stack.enter_context(observing(routers, recorders))
+        elif any(router.chooser is not None for router in routers):
+            raise ConfigurationError("the routing of this model is replayed already: give one RoutingReplay to replay")
+        else:
+            choosers = [partial(self._replay, layer) for layer in self._layers]
+            self._stack.enter_context(choosing(routers, choosers))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -251,14 +260,12 @@ class RoutingReplay(ExpertParallelCallback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")  # Lightning calls no teardown then
 
-    def _record(self, layer: int, router: Router, scores_TE: Tensor) -> Tensor:
-        chosen = router.choose(scores_TE)
+    def _record(self, layer: int, router: Router, ids_TK: Tensor) -> None:
         if router.training:
             _require_position(router.stream)
             if router.stream.num_samples:
                 seen = self._seen.setdefault(_range_of(router.stream), _Seen(count=router.stream.num_samples))
-                seen.by_layer[layer] = chosen
-        return chosen
+                seen.by_layer[layer] = ids_TK
 
     def _replay(self, layer: int, router: Router, scores_TE: Tensor) -> Tensor:
         stream = router.stream

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -150,7 +151,7 @@ class Choices:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Generator[Choices, None, None]:
-    """Keep which experts every token takes in the forward passes inside.
+    """Keep which experts every token takes in the forward passes inside, its own choices or replayed ones.
 
     Raises:
         ConfigurationError: a model without MoE layers, or with a router of another kind.
@@ -158,16 +159,11 @@ def record_routing(model: nn.Module) -> Generator[Choices, None, None]:
     routers = routers_of(model)
     choices = Choices([None] * len(routers))
 
-    def recording(layer: int) -> Callable[[Router, Tensor], Tensor]:
-        def choose(router: Router, scores_TE: Tensor) -> Tensor:
-            chosen = router.choose(scores_TE)
-            if not private_torch.is_in_backward():  # a layer that is computed again belongs to an earlier pass
-                choices.by_layer[layer] = chosen
-            return chosen
+    def observe(layer: int, _: Router, ids_TK: Tensor) -> None:
+        if not private_torch.is_in_backward():  # a layer that is computed again belongs to an earlier pass
+            choices.by_layer[layer] = ids_TK
 
-        return choose
-
-    with choosing(routers, [recording(layer) for layer in range(len(routers))]):
+    with observing(routers, [partial(observe, layer) for layer in range(len(routers))]):
         yield choices
 
 
@@ -254,6 +250,20 @@ def routers_of(model: nn.Module) -> list[Router]:
                 "moe_lightning's Router and its subclasses"
             )
     return [router for router in routers if isinstance(router, Router)]
+
+
+@contextmanager
+def observing(
+    routers: Sequence[Router], observers: Sequence[Callable[[Router, Tensor], None]]
+) -> Generator[None, None, None]:
+    """Show every router's choices to its observer."""
+    for router, observe in zip(routers, observers, strict=True):
+        router.observers.append(observe)
+    try:
+        yield
+    finally:
+        for router, observe in zip(routers, observers, strict=True):
+            router.observers.remove(observe)
 
 
 @contextmanager

@@ -224,6 +224,7 @@ class Router(private_torch.Float32Module):
 
     Attributes:
         chooser: answers for `choose` while it is set, see `moe.replayed_routing`.
+        observers: called with the router and the choices of every forward pass, before padding and drops.
         adapter: what is added to the logits, float32 [T, D] -> [T, E], see `moe.adapters`; None: nothing.
     """
 
@@ -258,6 +259,7 @@ class Router(private_torch.Float32Module):
         self._popularity: Popularity | None = None
         self._twins_E: Tensor | None = None
         self.chooser: Callable[[Router, Tensor], Tensor] | None = None
+        self.observers: list[Callable[[Router, Tensor], None]] = []
         self.adapter: nn.Module | None = None
         self.reset_parameters()
 
@@ -278,6 +280,8 @@ class Router(private_torch.Float32Module):
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE, scores_TE, weights_TK, expert_ids_TK, alike_TD = self.routed(x_TD)
+        for observe in self.observers:
+            observe(self, expert_ids_TK)
         if self.stream.is_dummy_batch:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
         elif is_token_T is not None:

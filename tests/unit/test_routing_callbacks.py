@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_lightning import GPTModule, OptimizerConfig, RecomputeDense
+from moe_lightning import ConfigurationError, GPTModule, OptimizerConfig, RecomputeDense
 from moe_lightning.callbacks import routing
 from moe_lightning.callbacks.dense_blocks import CompileDense, dense_parts
 from moe_lightning.callbacks.routing import RoutingRecorder, RoutingReplay, _Seen
@@ -133,8 +133,8 @@ def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
 
 
 def test_a_replay_follows_the_layers_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    replay, chooser = RoutingReplay("nowhere"), object()
-    replay._routers = [SimpleNamespace(chooser=chooser) for _ in range(2)]  # type: ignore[misc]
+    replay = RoutingReplay("nowhere")
+    replay._routers = [SimpleNamespace(observers=[]) for _ in range(2)]  # type: ignore[misc]
     trainer = trainer_of(0, 2)
     monkeypatch.setattr(routing, "own_strategy", lambda *_: SimpleNamespace(elastic=SimpleNamespace(step=None)))
     trainer.strategy.state.stages.own = lambda layers: [layers[0]]
@@ -142,15 +142,30 @@ def test_a_replay_follows_the_layers_of_this_rank(monkeypatch: pytest.MonkeyPatc
     replay._seen = {TokenRange(step=0, first_sample=0): _Seen(count=1)}
     trainer.strategy.state.stages.own = lambda layers: [layers[1]]
     replay.on_world_changed(trainer, None)  # type: ignore[arg-type]
-    assert [router.chooser is chooser for router in replay._routers] == [True, False]
+    assert [len(router.observers) for router in replay._routers] == [0, 1]
     assert (replay._layers, replay._seen) == ([1], {})
+
+
+def test_records_and_one_replay_share_routers() -> None:
+    router = MoELayer(8, 8, 4, router={"top_k": 2}).router
+    record, replay, second = (RoutingReplay("nowhere", mode) for mode in ("record", "replay", "replay"))
+    stages: Any = SimpleNamespace(own=list)
+    for callback in (record, replay, second):
+        callback._routers = [router]  # type: ignore[list-item]
+    record._begin(stages)
+    replay._begin(stages)
+    with pytest.raises(ConfigurationError, match="replayed already"):
+        second._begin(stages)
+    for callback in (record, replay):
+        callback.teardown(None, None, "fit")  # type: ignore[arg-type]
+    assert (router.chooser, router.observers) == (None, [])
 
 
 def test_a_record_keeps_a_committed_step_whose_hook_a_fault_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     replay, trainer = RoutingReplay("nowhere"), trainer_of(5, 2)
     trainer.strategy.elastic, trainer.strategy.state.stages.num_stages = SimpleNamespace(step=None), 1
     monkeypatch.setattr(routing, "own_strategy", lambda *_: trainer.strategy)
-    replay._routers = [SimpleNamespace(chooser=None) for _ in range(2)]  # type: ignore[misc]
+    replay._routers = [SimpleNamespace(observers=[]) for _ in range(2)]  # type: ignore[misc]
     last, next_one = TokenRange(step=4, first_sample=0), TokenRange(step=5, first_sample=0)
     replay._seen = {last: _Seen(count=1), next_one: _Seen(count=1)}
     trainer.strategy.elastic.step = SimpleNamespace(version=5)
