@@ -89,7 +89,7 @@ def gather_at_layers(root: FSDPModule, is_due: Callable[[], bool]) -> Iterator[t
     """
     layers: dict[nn.Module, list[Any]] = {}
     for parameter in _parameters_of(root):
-        for owner in _owners_of(parameter):
+        for owner, _ in _owners_of(parameter):
             layers.setdefault(owner, []).append(parameter)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -130,7 +130,7 @@ def _keep_freezing(parameter: Any) -> None:
     parameter.share_freezing = share_freezing
 
 
-def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn.Module]], bool]) -> None:
+def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[tuple[nn.Module, str]]], bool]) -> None:
     """Gather some float32 parameters of a unit in another dtype; their rows and gradients stay as they are.
 
     MixedPrecisionPolicy is for all parameters of a unit, those that autocast leaves alone among them; one for each
@@ -138,7 +138,7 @@ def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[nn
 
     Args:
         unit: that fully_shard was called on, before its first forward pass.
-        chosen: returns True for the modules whose common parameter is meant.
+        chosen: returns True for a parameter that is meant, given the modules that have it and its name in each.
     """
     for parameter in _parameters_of(unit):
         if chosen(_owners_of(parameter)):
@@ -150,9 +150,10 @@ def _parameters_of(unit: Any) -> Iterator[Any]:
     return (parameter for group in state._fsdp_param_groups for parameter in group.fsdp_params)
 
 
-def _owners_of(parameter: Any) -> Sequence[nn.Module]:
+def _owners_of(parameter: Any) -> Sequence[tuple[nn.Module, str]]:
     info = parameter._module_info
-    return info.module, *info.shared_modules
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return (info.module, info.param_name), *shared
 
 
 def _gather_in(parameter: Any, dtype: torch.dtype) -> None:

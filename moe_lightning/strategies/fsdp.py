@@ -72,7 +72,7 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
         keep_freezing(unit)
         if autocasts:
-            gather_in(unit, torch.bfloat16, _are_linear)
+            gather_in(unit, torch.bfloat16, _are_of_linear)
     sharded = list(sharded_modules(module))
     if _gathers_ahead(world.device):
         for part, following in pairwise(sharded[1:]):
@@ -84,7 +84,7 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
     for layer, handle in gather_at_layers(sharded[0], lambda: any(step.is_running for step in steps.values())):
         _keep(layer, handle)
     for layer in module.modules() if autocasts else ():
-        if _are_linear([layer]):
+        if type(layer) is nn.Linear:
             _keep(layer, layer.register_forward_pre_hook(_require_autocast))
     for name, step in steps.items():
         setattr(module, name, step)
@@ -95,11 +95,11 @@ def _autocasts(module: pl.LightningModule) -> bool:
     return trainer is not None and str(trainer.precision) == "bf16-mixed"
 
 
-def _are_linear(owners: Sequence[nn.Module]) -> bool:
-    """True if the parameter of these modules is used in the products of Linear layers only; a subclass may use it
-    otherwise.
+def _are_of_linear(owners: Sequence[tuple[nn.Module, str]]) -> bool:
+    """True if a parameter is used in the products of Linear layers only; a subclass may use it otherwise, and a layer
+    may have others, as of `weight_norm`.
     """
-    return all(type(owner) is nn.Linear for owner in owners)
+    return all(type(owner) is nn.Linear and name in ("weight", "bias") for owner, name in owners)
 
 
 def _require_autocast(layer: Any, inputs: tuple[Any, ...]) -> None:

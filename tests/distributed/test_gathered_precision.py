@@ -85,6 +85,13 @@ def test_gathered_in_bfloat16_the_training_is_the_same_to_the_bit(
     assert_replicas_identical([ours for _, ours in results])
 
 
+def test_other_parameters_of_a_layer_are_gathered_as_they_are() -> None:
+    layer = nn.Linear(2, 2)
+    assert fsdp._are_of_linear([(layer, "weight")])
+    assert not fsdp._are_of_linear([(layer, "weight_g")])
+    assert not fsdp._are_of_linear([(layer, "weight"), (nn.Embedding(2, 2), "weight")])
+
+
 def test_a_layer_outside_of_autocast_is_refused_in_a_sentence() -> None:
     layer = nn.Linear(2, 2).bfloat16()
     fsdp._require_autocast(layer.float(), ())
