@@ -158,6 +158,9 @@ class LanguageModel:
         Args:
             ids: its tokens, see `check`.
             is_done: called with each new token; True ends the text.
+
+        Raises:
+            ConfigurationError: the model ends texts at strings, and its tokenizer is not one of transformers.
         """
         if self.is_ours:
             for token in generate(self.network, ids, sampling, max_new_tokens):
@@ -174,6 +177,14 @@ class LanguageModel:
             check_logits(logits_BV)
             return logits_BV
 
+        options = sampling.options()
+        if self.network.generation_config.stop_strings:
+            options["tokenizer"] = self.theirs
+            if self.theirs is None:
+                raise ConfigurationError(
+                    f"{GENERATION} of {self.name} has stop_strings, for which transformers needs a tokenizer.json of "
+                    "that name: give one with --tokenizer, or remove stop_strings"
+                )
         ids_BL = torch.tensor([ids], device=self.device)
         self.network.generate(
             input_ids=ids_BL,
@@ -181,7 +192,7 @@ class LanguageModel:
             max_new_tokens=min(max_new_tokens, room),
             stopping_criteria=[stop],
             logits_processor=[checked],
-            **sampling.options(),
+            **options,
         )
 
     def logits(self, ids_BL: Tensor, is_token_BL: Tensor) -> Tensor:

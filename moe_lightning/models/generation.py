@@ -55,7 +55,7 @@ class Sampling:
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments for `generate` of transformers."""
-        one = {"num_beams": 1}  # tokens of several would not come one after the other
+        one = {"num_beams": 1, "num_return_sequences": 1}  # tokens of several would not come one after the other
         if self.temperature is None:
             return one | {"do_sample": False}
         chosen = {"temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}

@@ -10,6 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -559,7 +560,7 @@ def test_a_folder_that_prefers_several_beams_gives_one_text(tmp_path: Path, caps
 
     theirs = make_checkpoint("olmoe", tmp_path / "theirs")
     expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False)[0].tolist()
-    preferred = {"num_beams": 3, "do_sample": True, "temperature": 0.7, "max_length": 9}
+    preferred = {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "temperature": 0.7, "max_length": 9}
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(preferred))
     module = HuggingFaceModule({"pretrained": str(tmp_path / "theirs"), "context_length": 16})
     module.configure_model()
@@ -570,6 +571,24 @@ def test_a_folder_that_prefers_several_beams_gives_one_text(tmp_path: Path, caps
         assert list(captured.out.removesuffix("\n").encode()) == expected
         assert captured.err == ""
     transformers.logging.set_verbosity_error()
+
+
+def test_a_folder_that_names_strings_ends_at_them(tmp_path: Path) -> None:
+    theirs = make_checkpoint("olmoe", tmp_path)
+    write_tokenizer(tmp_path)
+    model = open_language_model(str(tmp_path), device="cpu")
+    expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=4, do_sample=False)[0, len(IDS) :].tolist()
+    model.network.generation_config.stop_strings = [model.decode(expected[:2])]
+    found = list[int]()
+
+    def is_done(token: int) -> bool:
+        found.append(token)
+        return False
+
+    model.generate(IDS, GREEDY, 4, is_done)
+    assert found == expected[:2]
+    with pytest.raises(ConfigurationError, match=r"generation_config.json of .* has stop_strings"):
+        replace(model, spec="bytes").generate(IDS, GREEDY, 4, is_done)
 
 
 def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
