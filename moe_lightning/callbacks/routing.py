@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from moe_lightning.compat import private_torch
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import replacing
@@ -188,7 +189,7 @@ class RoutingReplay(ExpertParallelCallback):
     Raises:
         ConfigurationError: when training starts, another strategy, no router whose choices can be kept, or a stage of a
             pipeline without one, or routing that is replayed already; while it runs, tokens that the folder does not
-            have.
+            have, or to record, a layer that routes twice in a micro-batch.
     """
 
     def __init__(self, path: str, mode: Literal["record", "replay"] = "record") -> None:
@@ -265,6 +266,11 @@ class RoutingReplay(ExpertParallelCallback):
             _require_position(router.stream)
             if router.stream.num_samples:
                 seen = self._seen.setdefault(_range_of(router.stream), _Seen(count=router.stream.num_samples))
+                if layer in seen.by_layer and not private_torch.is_in_backward():
+                    raise ConfigurationError(
+                        "an MoE layer has routed twice in one micro-batch, and RoutingReplay records one choice for "
+                        "each token: run the other passes in eval mode, or call record_routing around each"
+                    )
                 seen.by_layer[layer] = ids_TK
 
     def _replay(self, layer: int, router: Router, scores_TE: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from moe_lightning import ConfigurationError, GPTModule, OptimizerConfig, RecomputeDense
 from moe_lightning.callbacks import routing
@@ -159,6 +160,17 @@ def test_records_and_one_replay_share_routers() -> None:
     for callback in (record, replay):
         callback.teardown(None, None, "fit")  # type: ignore[arg-type]
     assert (router.chooser, router.observers) == (None, [])
+
+
+def test_a_record_of_two_passes_is_refused() -> None:
+    layer, record = MoELayer(8, 8, 4), RoutingReplay("nowhere")
+    record._routers = [layer.router]  # type: ignore[list-item]
+    record._begin(SimpleNamespace(own=list))  # type: ignore[arg-type]
+    x = torch.randn(6, 8, requires_grad=True)
+    layer.router.stream.advance(step=0, first_sample=0, num_samples=2)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()  # one pass, computed again
+    with pytest.raises(ConfigurationError, match="routed twice in one micro-batch"), torch.no_grad():
+        layer(-x)
 
 
 def test_a_record_keeps_a_committed_step_whose_hook_a_fault_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
