@@ -345,8 +345,12 @@ class Float32Module(nn.Module):
                 tensor.data = before[name].to(tensor.device)
         return self
 
+    def before_loading(self, state_dict: Mapping[str, Tensor], prefix: str) -> None:
+        """Called before `load_state_dict` gives this module its tensors; torch's public hook cannot be pickled."""
+
     @override
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.before_loading(state_dict, prefix)
         before = {name: getattr(self, name).dtype for name in self.in_float32 if hasattr(self, name)}
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, dtype in before.items():

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from moe_lightning import kernels as ops
 from moe_lightning.compat import private_torch
@@ -225,8 +226,15 @@ class Experts(private_torch.Float32Module):
         self.b_up = nn.Parameter(torch.empty(num_experts, d_up, device=device)) if bias else None
         self.b_down = nn.Parameter(torch.empty(num_experts, d_model, device=device)) if bias else None
         self.shapes = {name: parameter.shape[1:] for name, parameter in self.stacked_parameters().items()}
-        self.register_load_state_dict_pre_hook(_allocate_loaded)  # type: ignore[no-untyped-call]
         self.reset_parameters()
+
+    @override
+    def before_loading(self, state_dict: Mapping[str, Tensor], prefix: str) -> None:
+        """Allocate all deferred experts; `place` keeps those of the slots."""
+        stacks = self.stacked_parameters()
+        if self.is_deferred and all(prefix + name in state_dict for name in stacks):
+            for name, old in stacks.items():
+                setattr(self, name, replacement(old, torch.zeros_like(old, device="cpu")))
 
     @property
     def num_slots(self) -> int:
@@ -533,14 +541,6 @@ def computed_in(x: Tensor) -> torch.dtype:
     """Return the dtype that experts compute these rows in: what autocast asks for, else theirs."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _allocate_loaded(experts: Experts, state_dict: Mapping[str, Tensor], prefix: str, *_: object) -> None:
-    """Allocate all deferred experts before their state is loaded; `place` keeps those of the slots."""
-    stacks = experts.stacked_parameters()
-    if experts.is_deferred and all(prefix + name in state_dict for name in stacks):
-        for name, old in stacks.items():
-            setattr(experts, name, replacement(old, torch.zeros_like(old, device="cpu")))
 
 
 def _frozen(like_SX: Tensor, size: int, dtype: torch.dtype) -> nn.Parameter:
