@@ -23,6 +23,7 @@ from moe_lightning.cli.language_model import LanguageModel
 from moe_lightning.data.instructions import ChatFormat, Turn
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.generation import Sampling
+from moe_lightning.models.huggingface.loading import known_tokens
 
 Results = dict[str, dict[str, Any]]
 """Metrics of tasks and of groups of these, by the name of the task and "METRIC,FILTER", as lm-eval returns them."""
@@ -102,7 +103,7 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
         found = [] if theirs is None else [theirs.bos_token_id, theirs.eos_token_id]
         if not self._model.is_ours:
             named = self._model.network.config.get_text_config().bos_token_id
-            found.append(named if named in self._tokenizer.added else None)
+            found.append(known_tokens(named, self._tokenizer.added))
         found += sorted(self._model.ends)
         return int(next((token for token in found if token is not None), self._bare("\n")[0]))
 

@@ -43,7 +43,7 @@ from moe_lightning.files import read_text
 from moe_lightning.hub import CONFIG, GENERATION, TOKENIZER, TOKENIZERS, local_folder, local_tokenizer, tokenizer_file
 from moe_lightning.models.generation import Sampling, check_logits, generate
 from moe_lightning.models.gpt import GPT
-from moe_lightning.models.huggingface.loading import transformers
+from moe_lightning.models.huggingface.loading import known_tokens, transformers
 from moe_lightning.user_errors import one_line
 
 _MOST_EVALUATED = 1024
@@ -296,8 +296,9 @@ def _of_checkpoint(
         positions = network.config.context_length
     else:
         _take_generation_defaults(network, local_folder(config["pretrained"]))
-        if trained is not None:
-            network.generation_config.eos_token_id = None  # a token of the tokenizer that the run has replaced
+        if trained is not None or other_tokenizer(saved.values) is not None:
+            defaults = network.generation_config
+            defaults.eos_token_id = known_tokens(defaults.eos_token_id, tokenizer.added)
         positions, ends = _positions(network), ends | _ends(network)
     return LanguageModel(
         name=str(saved.path),

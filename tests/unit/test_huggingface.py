@@ -545,6 +545,21 @@ def test_a_trained_tokenizer_is_exported(tmp_path: Path) -> None:
     assert model.network.generation_config.eos_token_id is None
 
 
+def test_ends_of_a_replaced_tokenizer_are_common_text_for_the_next(tmp_path: Path) -> None:
+    from tests.unit.test_generate import save
+
+    theirs = make_checkpoint("mixtral", tmp_path / "theirs", vocab_size=300, bos_token_id=7, eos_token_id=9)
+    theirs.generation_config.eos_token_id = [9, 256]
+    theirs.generation_config.save_pretrained(tmp_path / "theirs")
+    named = write_tokenizer(tmp_path / "mine") / "tokenizer.json"
+    path = save(load(tmp_path / "theirs"), tmp_path / "run.ckpt", TextData={"tokenizer_origin": str(named)})
+    assert open_language_model(str(path), device="cpu").ends == {256}
+    assert main(["export-hf", str(path), str(tmp_path / "ours")]) == 0
+    ours = reloaded(tmp_path / "ours")
+    assert ours.generation_config.eos_token_id == [256]
+    assert (ours.config.bos_token_id, ours.config.eos_token_id) == (None, None)
+
+
 @pytest.mark.slow
 def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Path) -> None:
     """Of a tokenizer without one; transformers writes a conversation as the training did."""

@@ -35,7 +35,7 @@ from moe_lightning.hub import (
 )
 from moe_lightning.models.huggingface.architecture import Architecture
 from moe_lightning.models.huggingface.families import OUR_ROUTER, SELECTION_BIAS, Family
-from moe_lightning.models.huggingface.loading import dense_tensors, transformers
+from moe_lightning.models.huggingface.loading import SPECIAL_TOKENS, dense_tensors, known_tokens, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
 from moe_lightning.moe.adapters import AdapterConfig, is_adapter
 from moe_lightning.moe.experts import dequantise
@@ -205,8 +205,8 @@ def copy_companions(
         target: the exported folder.
         named: tokenizer.json of the run in the place of the original's, in a folder that may have what belongs to it;
             None: the original's.
-        export: of the model; the original's special tokens are taken out of its configuration where the run has
-            trained others.
+        export: of the model; special tokens that a tokenizer in the place of the original's does not have are taken
+            out of its configuration.
         tokenizer: content of the tokenizer.json that the run has trained in the place of the original's; None: none.
         chat_template: by which the run wrote its conversations in the place of the original's; None: none.
         end_of_text: token at which generation has to end, beside those of the original's tokenizer; None: none.
@@ -217,18 +217,29 @@ def copy_companions(
         (target / TOKENIZER).write_text(tokenizer)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # else transformers takes the class of the model
         (target / TOKENIZER_SETTINGS).write_text(json.dumps(settings) + "\n")
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(export.config, name, None)
-        if (target / CONFIG).is_file():
-            export.write_config(target)
     others = (GENERATION, *OF_IMAGES)
     if tokenizer is None and named is not None:
         shutil.copyfile(named, target / TOKENIZER)
         _copy(named.parent, target, [name for name in COMPANIONS if name not in others])
     is_whole = named is not None and (named.parent / TOKENIZER_SETTINGS).is_file()
     _copy(source, target, OF_IMAGES if tokenizer is not None else others if is_whole else COMPANIONS)
+    if tokenizer is not None or named is not None:
+        _drop_special_tokens(target, export)
     if end_of_text is not None:
         _end_generation(target / GENERATION, export.config, end_of_text)
+
+
+def _drop_special_tokens(target: Path, export: Export) -> None:
+    """Take special tokens of the original's tokenizer out of the configurations of a folder with another one."""
+    added = {token["id"] for token in json.loads(read_text(target / TOKENIZER)).get("added_tokens", [])}
+    for name in SPECIAL_TOKENS:
+        setattr(export.config, name, known_tokens(getattr(export.config, name, None), added))
+    if (target / CONFIG).is_file():
+        export.write_config(target)
+    if (path := target / GENERATION).is_file():
+        values = json.loads(read_text(path))
+        kept = {name: known_tokens(values[name], added) for name in SPECIAL_TOKENS if name in values}
+        path.write_text(json.dumps(values | kept, indent=2) + "\n")
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:

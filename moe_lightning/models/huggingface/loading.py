@@ -9,7 +9,7 @@ import copy
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ from moe_lightning.models.huggingface.weights import WeightsFolder
 from moe_lightning.moe.adapters import AdapterConfig, adapt_dense, adapt_experts
 from moe_lightning.moe.experts import Experts, deferred_experts, experts_are_deferred
 from moe_lightning.moe.randomness import SampleStream, attach_stream, remembering
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of tokens in config.json and generation_config.json."""
 
 _DERIVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 """Tensors of older checkpoints that models compute themselves today."""
@@ -175,6 +178,18 @@ def config_from(values: Mapping[str, Any]) -> Any:
         raise ConfigurationError(
             f"transformers refuses this configuration: {reason[-1] if reason else error!r}"
         ) from error
+
+
+def known_tokens(named: Any, added: Collection[int]) -> Any:
+    """Return those special tokens of a configuration that a tokenizer in the place of the original's has too.
+
+    Args:
+        named: a token, a list of tokens or None.
+        added: tokens of that tokenizer beside its vocabulary; any other is a piece of common text.
+    """
+    if isinstance(named, list):
+        return [token for token in named if token in added] or None
+    return named if named in added else None
 
 
 def build_skeleton(architecture: Architecture, adapter: AdapterConfig | None = None) -> Any:
