@@ -100,16 +100,17 @@ class _Quotas:
         if speeds is not None:
             self._rules_print ^= fingerprint(speeds)
 
-    def divide(self, tokens_EN: IntArray) -> IntArray:
+    def divide(self, tokens_EN: IntArray, shadows: ShadowPlan | None) -> IntArray:
         """int64 [E, N]: tokens of each expert that each rank computes for its group.
 
         Args:
             tokens_EN: assignments of every rank.
+            shadows: those that take part.
         """
         quota_EN = np.zeros_like(tokens_EN)
         for ranks, pairs in self._groups:
             split = partial(self._rule, speeds=None if self.speeds is None else self.speeds[ranks])
-            quota_EN[:, ranks] = divide(np.ascontiguousarray(tokens_EN[:, ranks]), pairs, self.shadows, split)
+            quota_EN[:, ranks] = divide(np.ascontiguousarray(tokens_EN[:, ranks]), pairs, shadows, split)
         self._last_print = fingerprint(quota_EN)
         return quota_EN
 
@@ -268,20 +269,16 @@ class Dispatcher:
         self.gathered_numbers = gathered_NE2[:, -1].tolist()
         return gathered_NE2[:, :-2]
 
-    def plan(self, counts_NE: Tensor) -> DispatchPlan:
-        """Return the plan of one micro-batch, in a world of several ranks.
-
-        Args:
-            counts_NE: assignments of every rank after drops, from `gather_counts`.
-        """
-        tokens_EN = counts_NE.numpy().T
-        quota_EN = self._quotas.divide(tokens_EN)
+    def plan(self, counts_NE: Tensor, *, is_training: bool = True) -> DispatchPlan:
+        """Return the plan of one micro-batch, in a world of several ranks; arguments as of `dispatch`."""
+        tokens_EN, shadows = counts_NE.numpy().T, self.shadows if is_training else None
+        quota_EN = self._quotas.divide(tokens_EN, shadows)
         self.last_rank_loads = loads_N = quota_EN.sum(axis=0)
         send_EN, recv_EN = self._send_and_receive(tokens_EN, quota_EN)
         num_experts_N, shadow_experts = np.bincount(self.placement.pairs.ranks, minlength=self.world.size), []
-        if self.shadows is not None:
-            num_experts_N += self.shadows.shadows.sum(axis=0)
-            shadow_experts = np.flatnonzero(self.shadows.shadows[:, self.world.rank]).tolist()
+        if shadows is not None:
+            num_experts_N += shadows.shadows.sum(axis=0)
+            shadow_experts = np.flatnonzero(shadows.shadows[:, self.world.rank]).tolist()
         return DispatchPlan(
             tokens_EN=tokens_EN,
             send_EN=send_EN,
@@ -307,7 +304,7 @@ class Dispatcher:
             expert_ids_TK: their choices, -1 where dropped.
             counts_NE: assignments of every rank after drops, from `gather_counts`.
             overlap_fn: called while the rows travel; not called in a world of one rank.
-            is_training: False in evaluation.
+            is_training: False in evaluation, in which shadows take no part: weights may be others than in the step.
         """
         if self.world.size == 1:
             by_expert = self.sorted_by_slot(expert_ids_TK)
@@ -318,12 +315,12 @@ class Dispatcher:
             on_device = self._planner.plan(counts_NE, *expert_ids_TK.shape, is_training=is_training)
             rows_MD, tokens_S, handle = self._backend.dispatch(x_TD, expert_ids_TK, on_device, None)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=tokens_S, handle=handle)
-        plan, num_slots = self.plan(counts_NE), len(self.slot_experts)
+        plan, num_slots = self.plan(counts_NE, is_training=is_training), len(self.slot_experts)
         rows_MD, tokens_C, handle = self._backend.dispatch(x_TD, expert_ids_TK, plan, overlap_fn)
         return Dispatched(
             rows_MD=rows_MD,
             tokens_per_slot_S=tokens_C[:num_slots],
-            tokens_per_shadow_H=tokens_C[num_slots:] if self.shadows is not None else None,
+            tokens_per_shadow_H=tokens_C[num_slots:] if is_training and self.shadows is not None else None,
             resident_rows=int(plan.recv_EN[[expert for expert in self.slot_experts if expert >= 0]].sum()),
             handle=handle,
         )

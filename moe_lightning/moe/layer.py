@@ -383,14 +383,15 @@ class MoELayer(nn.Module):
         overlap_fn = self.overlap_fn if self.training else None
         ids_TK = routing.expert_ids_TK
         x_TD = x_TD.to(computed_in(x_TD))
-        if self.shadow_transfers is not None:
-            self.shadow_transfers.require_precision(x_TD.dtype)
+        transfers = self.shadow_transfers if self.training else None
+        if transfers is not None:
+            transfers.require_precision(x_TD.dtype)
         sent = dispatcher.dispatch(x_TD, ids_TK, computed_NE, overlap_fn, is_training=self.training)
-        if self.shadow_transfers is not None:
-            self.shadow_transfers.start_next(early=True)
+        if transfers is not None:
+            transfers.start_next(early=True)
         out_TD = dispatcher.combine(self._compute(sent, stacks), sent, routing.weights_TK)
-        if self.shadow_transfers is not None:
-            self.shadow_transfers.start_next()
+        if transfers is not None:
+            transfers.start_next()
         return out_TD
 
     def _where(self, device: torch.device) -> tuple[Dispatcher, Mapping[str, Tensor] | None]:

@@ -256,6 +256,36 @@ def test_waits_of_a_gpu_for_shadows_are_what_they_cost_there(monkeypatch: pytest
     assert found["balance/exposed_agg_ms"] == pytest.approx(7.0)
 
 
+class Replaced(OwnModule):
+    """Its experts have other weights while it validates in the middle of a step."""
+
+    difference: float | None = None
+
+    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
+        h, transfers, plan = self.embed(batch[0]), self.moe.shadow_transfers, self.moe.dispatcher.shadows
+        if transfers is None or plan is None:
+            return  # between steps
+        self.moe.experts.w_up.data.add_(1.0)
+        shadowed = self.moe(h)
+        self.moe.drop_shadows()
+        self.difference = float((self.moe(h) - shadowed).abs().max())
+        self.moe.start_shadows(plan, transfers)
+        self.moe.experts.w_up.data.sub_(1.0)
+
+
+def validate_in_a_step(rank: int, world_size: int) -> float | None:
+    module, mover = Replaced(), Moving(shadows=True)
+    options = {"max_steps": 1, "accumulate_grad_batches": 2, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    trainer = make_trainer(rank, world_size, callbacks=[mover], **options)
+    loader = DataLoader(RandomTokens(48), batch_size=12)
+    trainer.fit(module, loader, loader)
+    return module.difference
+
+
+def test_shadows_take_no_part_in_evaluation() -> None:
+    assert run_pooled(2, validate_in_a_step) == [0.0, 0.0]
+
+
 class ManualModule(OwnModule):
     automatic_optimization = False
 
