@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -262,6 +262,10 @@ class Router(private_torch.Float32Module):
         self.observers: list[Callable[[Router, Tensor], None]] = []
         self.adapter: nn.Module | None = None
         self.reset_parameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, whose choices nobody replays or observes."""
+        return {**self.__dict__, "chooser": None, "observers": []}
 
     @property
     def has_selection_bias(self) -> bool:

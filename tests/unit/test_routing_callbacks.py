@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,8 @@ def test_records_and_one_replay_share_routers() -> None:
     replay._begin(stages)
     with pytest.raises(ConfigurationError, match="replayed already"):
         second._begin(stages)
+    copied = copy.deepcopy(router)
+    assert (copied.chooser, copied.observers) == (None, [])
     for callback in (record, replay):
         callback.teardown(None, None, "fit")  # type: ignore[arg-type]
     assert (router.chooser, router.observers) == (None, [])
