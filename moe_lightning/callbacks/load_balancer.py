@@ -170,10 +170,12 @@ class StepCounts:
 
     Attributes:
         has_ended: the step has ended, and the next batch begins another one.
+        versions: of the parameters of experts when the batch began.
     """
 
     def __init__(self, layers: Sequence[MoELayer] = ()) -> None:
         self._layers = layers
+        self.versions: Mapping[nn.Parameter, int] = {}
         self.has_ended = self._is_last = True
         self._batch = 0
         self._begin()
@@ -337,7 +339,6 @@ class LoadBalancer(ExpertParallelCallback):
         self._num_layers = 0  # of the model
         self._restored: State | None = None
         self._rates, self._counts = OwnRates(), StepCounts()
-        self._versions: dict[nn.Parameter, int] = {}  # of parameters of experts when the batch began
         self._since_log = SinceLog()
 
     # ------------------------------------------------------------------ start and end
@@ -475,7 +476,7 @@ class LoadBalancer(ExpertParallelCallback):
         if self._counts.begin_batch(batch_idx, is_last=not private_lightning.is_accumulating(trainer)):
             self._begin_step(_strategy(trainer), self.planner)
             self.follower.begin_step()
-        self._versions = _versions(_strategy(trainer))
+        self._counts.versions = _versions(_strategy(trainer))
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
         replay = strategy.state.window_replay
@@ -521,7 +522,7 @@ class LoadBalancer(ExpertParallelCallback):
         self.follower.end_micro_batch()
         by_hand, now = not pl_module.automatic_optimization, _versions(_strategy(trainer))
         # Experts that move drop their gradients, which another optimizer than the last one may still accumulate.
-        is_open = by_hand and any(p.grad is not None and self._versions.get(p) == at for p, at in now.items())
+        is_open = by_hand and any(p.grad is not None and self._counts.versions.get(p) == at for p, at in now.items())
         if is_open or private_lightning.is_accumulating(trainer):
             return
         self._counts.has_ended = True

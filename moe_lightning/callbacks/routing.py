@@ -229,7 +229,7 @@ class RoutingReplay(ExpertParallelCallback):
         if self._mode == "record":
             recorders = [partial(self._record, layer) for layer in self._layers]
             self._stack.enter_context(observing(routers, recorders))
-        elif any(router.chooser is not None for router in routers):
+        elif any(router.choice_hooks.chooser is not None for router in routers):
             raise ConfigurationError("the routing of this model is replayed already: give one RoutingReplay to replay")
         else:
             choosers = [partial(self._replay, layer) for layer in self._layers]

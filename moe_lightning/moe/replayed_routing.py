@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -258,12 +258,14 @@ def observing(
 ) -> Generator[None, None, None]:
     """Show every router's choices to its observer."""
     for router, observe in zip(routers, observers, strict=True):
-        router.observers.append(observe)
+        hooks = router.choice_hooks
+        router.choice_hooks = replace(hooks, observers=(*hooks.observers, observe))
     try:
         yield
     finally:
         for router, observe in zip(routers, observers, strict=True):
-            router.observers.remove(observe)
+            hooks = router.choice_hooks
+            router.choice_hooks = replace(hooks, observers=tuple(o for o in hooks.observers if o is not observe))
 
 
 @contextmanager
@@ -271,11 +273,11 @@ def choosing(
     routers: Sequence[Router], choices: Sequence[Callable[[Router, Tensor], Tensor]]
 ) -> Generator[None, None, None]:
     """Replace the choices of routers."""
-    before = [router.chooser for router in routers]
+    before = [router.choice_hooks.chooser for router in routers]
     for router, choice in zip(routers, choices, strict=True):
-        router.chooser = choice
+        router.choice_hooks = replace(router.choice_hooks, chooser=choice)
     try:
         yield
     finally:
         for router, chooser in zip(routers, before, strict=True):
-            router.chooser = chooser
+            router.choice_hooks = replace(router.choice_hooks, chooser=chooser)

@@ -211,6 +211,19 @@ class RouterFactory(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class ChoiceHooks:
+    """Replay and records of a router's choices.
+
+    Attributes:
+        chooser: answers for `Router.choose`, given the router and its scores; None: the router chooses.
+        observers: called with the router and the choices of every forward pass, before padding and drops.
+    """
+
+    chooser: Callable[[Router, Tensor], Tensor] | None = None
+    observers: tuple[Callable[[Router, Tensor], None], ...] = ()
+
+
 class Router(private_torch.Float32Module):
     """A linear router in float32, or float64 where its weights or rows are, whatever the precision around it.
 
@@ -223,8 +236,7 @@ class Router(private_torch.Float32Module):
         selection_bias: keep the bias that only the choice of experts sees (DeepSeek-V3) even where nothing updates it.
 
     Attributes:
-        chooser: answers for `choose` while it is set, see `moe.replayed_routing`.
-        observers: called with the router and the choices of every forward pass, before padding and drops.
+        choice_hooks: of `moe.replayed_routing`; a copy has none.
         adapter: what is added to the logits, float32 [T, D] -> [T, E], see `moe.adapters`; None: nothing.
     """
 
@@ -258,14 +270,13 @@ class Router(private_torch.Float32Module):
         self.tag = 0
         self._popularity: Popularity | None = None
         self._twins_E: Tensor | None = None
-        self.chooser: Callable[[Router, Tensor], Tensor] | None = None
-        self.observers: list[Callable[[Router, Tensor], None]] = []
+        self.choice_hooks = ChoiceHooks()
         self.adapter: nn.Module | None = None
         self.reset_parameters()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, whose choices nobody replays or observes."""
-        return {**self.__dict__, "chooser": None, "observers": []}
+        return {**self.__dict__, "choice_hooks": ChoiceHooks()}
 
     @property
     def has_selection_bias(self) -> bool:
@@ -284,7 +295,7 @@ class Router(private_torch.Float32Module):
         config = self.config
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE, scores_TE, weights_TK, expert_ids_TK, alike_TD = self.routed(x_TD)
-        for observe in self.observers:
+        for observe in self.choice_hooks.observers:
             observe(self, expert_ids_TK)
         if self.stream.is_dummy_batch:
             expert_ids_TK = torch.full_like(expert_ids_TK, -1)
@@ -319,7 +330,8 @@ class Router(private_torch.Float32Module):
         logits_TE = self.logits(x_TD.to(torch.promote_types(x_TD.dtype, self.dtype)))
         scores_TE = logits_TE.softmax(dim=-1) if self.config.score == "softmax" else logits_TE.sigmoid()
         scores_TE = self._alike(scores_TE, logits_TE)
-        ids_TK = self.choose(scores_TE) if self.chooser is None else self.chooser(self, scores_TE)
+        chooser = self.choice_hooks.chooser
+        ids_TK = self.choose(scores_TE) if chooser is None else chooser(self, scores_TE)
         weights_TK = self._weigh(scores_TE, logits_TE, ids_TK)
         return ops.Routed(logits_TE=logits_TE, scores_TE=scores_TE, weights_TK=weights_TK, ids_TK=ids_TK)
 
@@ -336,7 +348,7 @@ class Router(private_torch.Float32Module):
         return (
             kind.logits is Router.logits
             and kind.choose is Router.choose
-            and self.chooser is None
+            and self.choice_hooks.chooser is None
             and self.adapter is None
             and self._twins_E is None
             and all(getattr(config, n) == default for n, (default, draws) in _UNFUSED.items() if draws in acts)

@@ -20,6 +20,7 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.compat import private_lightning
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.replayed_routing import TokenRange
+from moe_lightning.moe.router import ChoiceHooks
 from moe_lightning.strategies.stages import StageCut
 from tests.distributed.training import TINY
 
@@ -136,7 +137,7 @@ def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
 
 def test_a_replay_follows_the_layers_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     replay = RoutingReplay("nowhere")
-    replay._routers = [SimpleNamespace(observers=[]) for _ in range(2)]  # type: ignore[misc]
+    replay._routers = [SimpleNamespace(choice_hooks=ChoiceHooks()) for _ in range(2)]  # type: ignore[misc]
     trainer = trainer_of(0, 2)
     monkeypatch.setattr(routing, "own_strategy", lambda *_: SimpleNamespace(elastic=SimpleNamespace(step=None)))
     trainer.strategy.state.stages.own = lambda layers: [layers[0]]
@@ -144,7 +145,7 @@ def test_a_replay_follows_the_layers_of_this_rank(monkeypatch: pytest.MonkeyPatc
     replay._seen = {TokenRange(step=0, first_sample=0): _Seen(count=1)}
     trainer.strategy.state.stages.own = lambda layers: [layers[1]]
     replay.on_world_changed(trainer, None)  # type: ignore[arg-type]
-    assert [len(router.observers) for router in replay._routers] == [0, 1]
+    assert [len(router.choice_hooks.observers) for router in replay._routers] == [0, 1]
     assert (replay._layers, replay._seen) == ([1], {})
 
 
@@ -158,11 +159,10 @@ def test_records_and_one_replay_share_routers() -> None:
     replay._begin(stages)
     with pytest.raises(ConfigurationError, match="replayed already"):
         second._begin(stages)
-    copied = copy.deepcopy(router)
-    assert (copied.chooser, copied.observers) == (None, [])
+    assert copy.deepcopy(router).choice_hooks == ChoiceHooks()
     for callback in (record, replay):
         callback.teardown(None, None, "fit")  # type: ignore[arg-type]
-    assert (router.chooser, router.observers) == (None, [])
+    assert router.choice_hooks == ChoiceHooks()
 
 
 def test_a_record_of_two_passes_is_refused() -> None:
@@ -180,7 +180,7 @@ def test_a_record_keeps_a_committed_step_whose_hook_a_fault_has_left(monkeypatch
     replay, trainer = RoutingReplay("nowhere"), trainer_of(5, 2)
     trainer.strategy.elastic, trainer.strategy.state.stages.num_stages = SimpleNamespace(step=None), 1
     monkeypatch.setattr(routing, "own_strategy", lambda *_: trainer.strategy)
-    replay._routers = [SimpleNamespace(observers=[]) for _ in range(2)]  # type: ignore[misc]
+    replay._routers = [SimpleNamespace(choice_hooks=ChoiceHooks()) for _ in range(2)]  # type: ignore[misc]
     last, next_one = TokenRange(step=4, first_sample=0), TokenRange(step=5, first_sample=0)
     replay._seen = {last: _Seen(count=1), next_one: _Seen(count=1)}
     trainer.strategy.elastic.step = SimpleNamespace(version=5)

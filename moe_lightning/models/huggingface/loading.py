@@ -268,7 +268,7 @@ def recompute_activations(model: Any) -> None:
     # transformers 5 has renamed the method
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     readers = [m for m in model.modules() if isinstance(m, SparseBlock) or hasattr(m, "stream")]
-    enable({"use_reentrant": False, "context_fn": partial(remembering, readers, IS_TOKEN, "chooser")})
+    enable({"use_reentrant": False, "context_fn": partial(remembering, readers, IS_TOKEN, "choice_hooks")})
 
 
 def _materialise(model: nn.Module) -> None:
