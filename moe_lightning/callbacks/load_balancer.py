@@ -21,6 +21,9 @@ import torch
 from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
@@ -31,7 +34,7 @@ from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.callbacks.calibration import CostMeter
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
-from moe_lightning.compat import private_lightning, private_torch
+from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.placement import Placement, uniform_placement
@@ -170,25 +173,32 @@ class StepCounts:
 
     Attributes:
         has_ended: the step has ended, and the next batch begins another one.
-        versions: of the parameters of experts when the batch began.
+        stepped: parameters that an optimizer has updated in the running batch.
     """
 
     def __init__(self, layers: Sequence[MoELayer] = ()) -> None:
         self._layers = layers
-        self.versions: Mapping[nn.Parameter, int] = {}
+        self.stepped: set[nn.Parameter] = set()
+        self._watch: RemovableHandle | None = None
         self.has_ended = self._is_last = True
         self._batch = 0
         self._begin()
 
     def watch(self, observe: Callable[[int, MoELayer], None]) -> None:
-        """Call `observe` with index and layer while the tokens of a layer travel, until `close`."""
+        """Call `observe` with index and layer while the tokens of a layer travel, and follow updates, until `close`."""
+        self._watch = register_optimizer_step_post_hook(self._follow)
         for index, layer in enumerate(self._layers):
             layer.overlap_fn = partial(observe, index, layer)
 
     def close(self) -> None:
         """Call nothing any longer."""
+        if self._watch is not None:
+            self._watch.remove()
         for layer in self._layers:
             layer.overlap_fn = None
+
+    def _follow(self, optimizer: Optimizer, *_: object) -> None:
+        self.stepped.update(p for group in optimizer.param_groups for p in group["params"])
 
     def _begin(self) -> None:
         self._counts: list[dict[tuple[int, int], IntArray]] = [{} for _ in self._layers]
@@ -201,6 +211,7 @@ class StepCounts:
             is_last: no other one follows in the step.
         """
         self._batch, self._is_last = batch_idx, is_last
+        self.stepped.clear()
         begins, self.has_ended = self.has_ended, False
         if begins:
             self._begin()
@@ -476,7 +487,6 @@ class LoadBalancer(ExpertParallelCallback):
         if self._counts.begin_batch(batch_idx, is_last=not private_lightning.is_accumulating(trainer)):
             self._begin_step(_strategy(trainer), self.planner)
             self.follower.begin_step()
-        self._counts.versions = _versions(_strategy(trainer))
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
         replay = strategy.state.window_replay
@@ -520,9 +530,10 @@ class LoadBalancer(ExpertParallelCallback):
             return
         self._costs.end_micro_batch()
         self.follower.end_micro_batch()
-        by_hand, now = not pl_module.automatic_optimization, _versions(_strategy(trainer))
         # Experts that move drop their gradients, which another optimizer than the last one may still accumulate.
-        is_open = by_hand and any(p.grad is not None and self._counts.versions.get(p) == at for p, at in now.items())
+        is_open = not pl_module.automatic_optimization and any(
+            p.grad is not None and p not in self._counts.stepped for p in _trained_experts(trainer)
+        )
         if is_open or private_lightning.is_accumulating(trainer):
             return
         self._counts.has_ended = True
@@ -555,9 +566,11 @@ def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
     return own_strategy(trainer, "LoadBalancer")
 
 
-def _versions(strategy: ExpertParallelStrategy) -> dict[nn.Parameter, int]:
-    """Return the versions of the parameters of experts, which change with every update."""
-    return {parameter: private_torch.version_of(parameter) for parameter in strategy.experts.stack_of}
+def _trained_experts(trainer: pl.Trainer) -> Iterator[nn.Parameter]:
+    """Yield the parameters of experts that optimizers update."""
+    stack_of = _strategy(trainer).experts.stack_of
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    return (p for group in groups for p in group["params"] if p in stack_of)
 
 
 def _any_moves(strategy: ExpertParallelStrategy, placements: Sequence[Placement]) -> bool:
