@@ -114,11 +114,13 @@ def _keep_freezing(parameter: Any) -> None:
 
     def share_freezing() -> None:
         nonlocal was_trained
-        both = (parameter.sharded_param, parameter._unsharded_param) if was_trained is not None else ()
-        if len({tensor.requires_grad for tensor in both}) == 2:  # one was changed
-            was_trained = not was_trained
-            for tensor in both:
-                tensor.requires_grad_(was_trained)
+        if was_trained is None:
+            return
+        both = parameter.sharded_param, parameter._unsharded_param
+        is_changed = {tensor.requires_grad for tensor in both} != {was_trained}  # on one of them, or on both
+        was_trained = was_trained != is_changed
+        for tensor in both:
+            tensor.requires_grad_(was_trained)
 
     def to_sharded() -> None:
         nonlocal was_trained
