@@ -221,12 +221,23 @@ class _Trained:
 
         base, named = {*dense_base(self.skeleton)}, list(self.skeleton.named_parameters())
         held = [name for name, parameter in named if parameter in base and name in self.names]
-        if held and digest_of(map(self.source.dense, held)) != self.source.dense(BASE_DIGEST).item():
+        changed = held and digest_of(map(self.source.dense, held)) != self.source.dense(BASE_DIGEST).item()
+        if changed or not self._has_first_experts():
             raise ConfigurationError(
                 f"{self.source.path} has trained other weights too, which adapters alone cannot hold: export without "
                 "--adapter"
             )
         return self._dense_adapters(), _stacks(self.source, self.architecture, "lora_")
+
+    def _has_first_experts(self) -> bool:
+        """True if the experts beside the adapters are those of the beginning; directories have no others."""
+        for index, (block, layer) in enumerate(self.architecture.layers.items()):
+            base = [name for name in sorted(layer.experts.base_names) if f"{block}.moe.experts.{name}" in self.names]
+            stacks = [self.source.experts(index, f"{block}.moe", name, layer.num_experts) for name in base]
+            digests = self.source.experts(index, f"{block}.moe", BASE_DIGEST, layer.num_experts)
+            if stacks and any(digest_of(rows) != digest.item() for *rows, digest in zip(*stacks, digests, strict=True)):
+                return False
+        return True
 
     def weights(self) -> tuple[Mapping[str, Tensor], Iterator[dict[str, Tensor]]]:
         """Return the tensors outside of experts by their names in the model, and the stacks of one block after the

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.table import require_row_each
@@ -75,6 +76,14 @@ def check_module(
             "adapters need the frozen weights outside of experts whole on every rank, and dense=fsdp, hsdp and mesh.tp "
             "cut them: use dense=ddp or zero1, and mesh.tp=1"
         )
+    of_experts = ((n, m) for n, m in module.named_modules() if isinstance(m, Experts))
+    for name, experts in of_experts if trainer.state.fn == TrainerFn.FITTING else ():
+        unfrozen = [base for base in sorted(experts.base_names) if experts.get_parameter(base).requires_grad]
+        if unfrozen:
+            raise ConfigurationError(
+                f"{name}.{unfrozen[0]} would train beside adapters, but there weights of experts "
+                "are neither moved nor saved: leave them frozen, or train without adapters"
+            )
     embeddings = ((n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     for name, embedding in embeddings if trainer.world_size > 1 else ():
         option = "max_norm" if embedding.max_norm is not None else "scale_grad_by_freq"

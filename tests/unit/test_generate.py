@@ -253,6 +253,29 @@ def test_what_was_trained_beside_adapters_is_in_texts_and_exports(
             export_checkpoint(path, tmp_path / "alone", adapter_alone=True)
 
 
+def test_weights_of_experts_do_not_train_beside_adapters_without_a_word(tmp_path: Path) -> None:
+    """Directories take them from the base folder. Lightning's own strategies may train them: files have all."""
+    from moe_lightning.cli.huggingface import export_checkpoint
+    from moe_lightning.models.huggingface.module import HuggingFaceModule
+    from moe_lightning.moe.layer import moe_layers
+
+    make_checkpoint("olmoe", tmp_path / "base")
+    options = {"pretrained": str(tmp_path / "base"), "context_length": 16, "adapter": {"rank": 2}}
+    module = HuggingFaceModule(options)
+    module.configure_model()
+    experts = moe_layers(module)[0].experts
+    export_checkpoint(save(module, tmp_path / "first.ckpt"), tmp_path / "alone", adapter_alone=True)
+    experts.w_up.requires_grad_(True)
+    quiet()
+    trainer = quiet_trainer(strategy=ExpertParallelStrategy(), max_steps=1)
+    with pytest.raises(ConfigurationError, match=r"experts\.w_up would train beside adapters"):
+        trainer.fit(module, DataLoader(RandomTokens(8), batch_size=4))
+    with torch.no_grad():
+        experts.w_up.add_(1)
+    with pytest.raises(ConfigurationError, match="has trained other weights too"):
+        export_checkpoint(save(module, tmp_path / "run.ckpt"), tmp_path / "others", adapter_alone=True)
+
+
 @pytest.mark.parametrize("kind", ["gpt", "olmoe"])
 def test_adapters_that_the_configuration_does_not_name_are_not_left_out(kind: str, tmp_path: Path) -> None:
     from moe_lightning.cli.huggingface import export_checkpoint
