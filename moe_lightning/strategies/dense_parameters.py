@@ -13,7 +13,7 @@ parameters (REFT's AOR).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.compat import private_lightning
-from moe_lightning.compat.fsdp import end_backward
+from moe_lightning.compat.fsdp import end_backward, resting_parameters
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_, in_buckets
@@ -328,6 +328,10 @@ class DenseParts:
         finally:
             if self.is_in_rows:  # a fault may have undone it
                 set_gradient_sync(self._state.module, now=True)
+
+    def resting_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the module's parameters as they are between steps, also inside of a step."""
+        return resting_parameters(self._state.module) if self.is_in_rows else self._state.module.parameters()
 
     def begin_backward(self) -> None:
         """Begin a backward pass inside of a step method, maybe not the first; collective."""

@@ -35,7 +35,7 @@ from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
-from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint
+from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint, require_agreement
 from moe_lightning.parallel.context import World, agree, broadcast_
 from moe_lightning.state.tensors import cuts_of
 from moe_lightning.state.transfer import install, transfer
@@ -137,7 +137,10 @@ def broadcast_experts(layer: MoELayer, world: World) -> None:
         ConfigurationError: some ranks have allocated them, others have not.
     """
     experts = layer.experts
-    check_agreement(int(experts.is_deferred), "what configure_model loads into the experts", world)
+    if world.is_connected:
+        require_agreement(
+            all_gather_json(int(experts.is_deferred), world), "what configure_model loads into the experts"
+        )
     if experts.is_deferred:
         experts.broadcast_seed(world)
     elif layer.dispatcher.world.size == 1 and world.size > 1:  # never placed: all ranks agree on that

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from moe_lightning.compat import private_torch
-from moe_lightning.compat.fsdp import resting_parameters
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
@@ -408,14 +407,14 @@ class Steps:
         """Move the gradients that are there before a backward pass into copies. Where automatic optimization clears a
         gradient on the rank that updates the parameter only, that rank's stays, to be summed, and others drop theirs.
         """
-        module, shards = self._state.module, self._state.shards
-        if self._worlds.present.size == 1 and not self._state.parts.is_enabled:
+        shards, parts = self._state.shards, self._state.parts
+        if self._worlds.present.size == 1 and not parts.is_enabled:
             return {}
-        owned = shards.ranks if module.automatic_optimization else {}
+        owned = shards.ranks if self._state.module.automatic_optimization else {}
         for parameter in shards.unowned if owned else ():
             parameter.grad = None
         # Copies, because DDP may write the next gradients into the same memory.
-        taken = {p: p.grad.clone() for p in resting_parameters(module) if p not in owned and p.grad is not None}
+        taken = {p: p.grad.clone() for p in parts.resting_parameters() if p not in owned and p.grad is not None}
         for parameter in taken:
             parameter.grad = None
         return taken
