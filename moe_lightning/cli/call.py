@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.train import run_command
 from moe_lightning.errors import ConfigurationError
 
@@ -51,8 +50,8 @@ def train(
     """
     chosen = [] if recipe is None else [f"recipes={recipe}"]
     folder = [] if config_dir is None else ["--config-dir", fspath(config_dir)]
-    directory = RunDirectory(run_command([*chosen, *overrides(settings), *folder]))
-    return TrainedRun(directory=directory.path, metrics=directory.read_metrics())
+    directory, metrics = run_command([*chosen, *overrides(settings), *folder])
+    return TrainedRun(directory=directory, metrics=metrics)
 
 
 def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -91,10 +91,11 @@ class RunDirectory:
         """The configuration of the command that runs or ran last, whatever came of it; workers read this one."""
         return self.logs / "command.yaml"
 
-    @property
-    def metrics(self) -> Path:
-        """The last value of every metric, once a command has trained or validated to its end."""
-        return self.logs / "metrics.json"
+    def metrics(self, task: str) -> Path:
+        """The last value of every metric, once a command of this task has come to its end: a validation may measure
+        other data or parts of them than the training.
+        """
+        return self.logs / ("metrics.json" if task == "train" else "validation.json")
 
     def newest_checkpoint(self) -> SavedStep | None:
         """The checkpoint of the highest step, or None; whether it is whole is not looked at."""
@@ -152,16 +153,18 @@ class RunDirectory:
         """Leave the tokenizer.json that the run has trained in its directory; its checkpoints hold it, too."""
         replace_text(self.path / TOKENIZER, content)
 
-    def read_metrics(self) -> dict[str, float]:
-        """Return the last value of every metric; none before a command has come to its end."""
-        metrics: dict[str, float] = json.loads(self.metrics.read_text()) if self.metrics.exists() else {}
+    def read_metrics(self, task: str) -> dict[str, float]:
+        """Return the last value of every metric; none before a command of this task has come to its end."""
+        path = self.metrics(task)
+        metrics: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
         return metrics
 
-    def write_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Leave the last value of every logged metric: the whole file or none. Those of the training stay where a
-        later command only validates.
+    def write_metrics(self, task: str, metrics: Mapping[str, float]) -> None:
+        """Leave the last value of every logged metric: the whole file or none. Those of a training stay where its
+        command finds nothing left to train, and only validates.
         """
-        replace_text(self.metrics, json.dumps(self.read_metrics() | dict(metrics), indent=2) + "\n")
+        former = self.read_metrics(task) if task == "train" else {}
+        replace_text(self.metrics(task), json.dumps(former | dict(metrics), indent=2) + "\n")
 
     def check_movable(self) -> bool:
         """True if there is an earlier run to move; what a command left that never trained is none.

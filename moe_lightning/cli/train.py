@@ -458,16 +458,17 @@ def _print_health(words: Sequence[str]) -> None:
     print(table(health.HEALTH_HEADERS, health.health_rows(nodes)))
 
 
-def run_command(arguments: Sequence[str]) -> Path:
-    """Run a command of one training, and return its run directory; raises as `run_job`."""
-    directories = _run_hydra(arguments, is_called=True)
-    if len(directories) != 1:
+def run_command(arguments: Sequence[str]) -> tuple[Path, dict[str, float]]:
+    """Run a command of one training, and return its run directory and its metrics; raises as `run_job`."""
+    jobs = _run_hydra(arguments, is_called=True)
+    if len(jobs) != 1:
         raise ConfigurationError("one training has one value of each setting: call it once for each of several")
-    return directories[0]
+    directory, task = jobs[0]
+    return directory, RunDirectory(directory).read_metrics(task)
 
 
-def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[Path]:
-    """Run a command and return the run directories of its trainings.
+def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[tuple[Path, str]]:
+    """Run a command and return the run directory and the task of each of its jobs.
 
     Args:
         is_called: by a program, which reads the metrics of the run.
@@ -496,12 +497,12 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[Pat
         print(_dial_table(options.overrides, options.config_dir))
         return []
     failures: list[Exception] = []
-    directories: list[Path] = []
+    jobs: list[tuple[Path, str]] = []
 
     def job(composed: DictConfig) -> float | None:
         runtime = HydraConfig.get().runtime
         try:
-            directories.append(Path(runtime.cwd, str(composed.run_dir)))
+            jobs.append((Path(runtime.cwd, str(composed.run_dir)), str(composed.task)))
             # Under hydra.job.chdir=true relative paths are those of the command all the same.
             with chdir(runtime.cwd), _own_wandb_run():
                 return run_job(composed, is_called=is_called)
@@ -535,7 +536,7 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[Pat
         )
     if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
-    return directories
+    return jobs
 
 
 @contextmanager
@@ -687,7 +688,7 @@ def _undone_unless_trained(directory: RunDirectory) -> Iterator[_Attempt]:
 
 
 def _objective(directory: RunDirectory, config: Mapping[str, Any]) -> float | None:
-    return None if config["objective"] is None else objective_of(directory.metrics, config["objective"])
+    return None if config["objective"] is None else objective_of(directory.metrics(config["task"]), config["objective"])
 
 
 @contextmanager

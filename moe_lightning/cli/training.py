@@ -144,7 +144,7 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             self._directory.record(self._config)
-            self._directory.metrics.unlink(missing_ok=True)  # of an earlier training
+            self._directory.metrics("train").unlink(missing_ok=True)  # of an earlier training
             data = getattr(trainer, "datamodule", None)
             if isinstance(data, TextData) and data.trained_tokenizer is not None:
                 self._directory.keep_tokenizer(data.trained_tokenizer)
@@ -429,7 +429,7 @@ def _train(run: Run, config: Mapping[str, Any]) -> None:
             run.trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
         metrics = trained | _logged(run)
         if run.trainer.is_global_zero:
-            RunDirectory(Path(config["run_dir"])).write_metrics(metrics)
+            RunDirectory(Path(config["run_dir"])).write_metrics(config["task"], metrics)
     except SystemExit:  # Lightning's answer to signals, with a code of its own
         if run.trainer.received_sigterm or run.trainer.interrupted:
             raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None

@@ -224,8 +224,8 @@ METRICS = {"val/loss": 1.5, "train/loss": float("nan"), "train/lr": 1e-3}
 def metrics_in(folder: Path) -> Path:
     directory = RunDirectory(folder)
     directory.create()
-    directory.write_metrics(METRICS)
-    return directory.metrics
+    directory.write_metrics("train", METRICS)
+    return directory.metrics("train")
 
 
 def test_the_last_value_of_a_metric(tmp_path: Path) -> None:
@@ -234,9 +234,12 @@ def test_the_last_value_of_a_metric(tmp_path: Path) -> None:
 
 
 def test_the_metrics_of_a_training_outlive_a_later_validation(tmp_path: Path) -> None:
-    metrics_in(tmp_path)
-    RunDirectory(tmp_path).write_metrics({"val/loss": 1.25})
-    assert [objective_of(RunDirectory(tmp_path).metrics, name) for name in ("val/loss", "train/lr")] == [1.25, 1e-3]
+    path, directory = metrics_in(tmp_path), RunDirectory(tmp_path)
+    directory.write_metrics("train", {"val/loss": 1.25})
+    for value in (2.0, 2.5):  # of other data, say
+        directory.write_metrics("validate", {"val/loss": value})
+    assert [objective_of(path, name) for name in ("val/loss", "train/lr")] == [1.25, 1e-3]
+    assert directory.read_metrics("validate") == {"val/loss": 2.5}
 
 
 @pytest.mark.parametrize(
