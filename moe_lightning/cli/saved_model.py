@@ -230,7 +230,8 @@ class _File:
     def __init__(self, path: Path) -> None:
         checkpoint = read_file(path)
         self.path, self._state = path, checkpoint["state_dict"]
-        self.dtype = _trained_dtype({name: tensor.dtype for name, tensor in self._state.items()})
+        tensors = ((name, one) for name, one in self._state.items() if isinstance(one, Tensor))  # no extra states
+        self.dtype = _trained_dtype({name: tensor.dtype for name, tensor in tensors})
         self.values: Mapping[str, Any] = checkpoint
 
     def names(self, layers: Sequence[str]) -> set[str]:

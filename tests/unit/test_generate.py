@@ -300,6 +300,16 @@ def test_adapters_that_the_configuration_does_not_name_are_not_left_out(kind: st
         write[kind](path, tmp_path / "written")
 
 
+def test_extra_state_of_a_module_is_passed_over(tmp_path: Path) -> None:
+    class Counting(GPTModule):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"samples": 1}
+
+    module = Counting(SMALL)
+    module.configure_model()
+    assert open_saved(save(module, tmp_path / "run.ckpt")).dtype == torch.float32
+
+
 def test_a_seed_repeats_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(gpt(), tmp_path / "run.ckpt")
     texts = [run(capsys, path, PROMPT, "--tokenizer", "bytes", "--seed", seed) for seed in (1, 1, 2)]
