@@ -817,7 +817,9 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any], *, is_read: bo
         return ""
     former = config_of(last.path)
     found = changes(former, config) if former else []
-    asked = f" (trainer.max_steps={max_steps} asks for fewer)" if max_steps < last.step else ""
+    # Under manual optimization a batch may have several steps, and the last one passes the limit.
+    is_less = max_steps < last.step and max_steps != ((former or {}).get("trainer") or {}).get("max_steps")
+    asked = f" (trainer.max_steps={max_steps} asks for fewer)" if is_less else ""
     head = f"{directory} has finished its {last.step} steps{asked}"
     refused = [change for change in found if change.is_on_request or not change.is_possible]
     if is_read and (asked or refused):

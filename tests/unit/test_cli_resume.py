@@ -353,6 +353,9 @@ def test_the_metrics_of_a_finished_run_are_not_those_of_other_settings(tmp_path:
         train._finished(run, {**given, "optimizer": {"lr": 1e-1}}, is_read=True)
     with pytest.raises(ConfigurationError, match=r"max_steps=3 asks for fewer\), so it has no metrics"):
         train._finished(run, {**given, "trainer": {"max_steps": 3}}, is_read=True)
+    passed = {**former, "trainer": {"max_steps": 3}}  # by the second optimizer of a batch
+    run.config.write_text(yaml.safe_dump(passed))
+    assert "has finished its 4 steps: give" in train._finished(run, passed, is_read=True)
 
 
 @pytest.mark.parametrize(("starts_over", "how"), [(False, ""), (True, " with resume=true")])
