@@ -157,7 +157,13 @@ class RunRecord(Callback):
 class ResumedEarlyStopping(Callback):
     """Leaves a run that EarlyStopping has ended as it is when its command is repeated. Its `patience` is that of the
     command, where EarlyStopping itself has the checkpoint's.
+
+    Args:
+        start: `resume` of the command; a path is that of another run, whose end is none of this one.
     """
+
+    def __init__(self, start: bool | str) -> None:
+        self._start = start
 
     @override
     def on_load_checkpoint(
@@ -169,12 +175,18 @@ class ResumedEarlyStopping(Callback):
             if trainer.state.fn != TrainerFn.FITTING or not isinstance(callback, EarlyStopping) or state is None:
                 continue
             state["patience"] = callback.patience
-            if state["wait_count"] >= callback.patience or state["stopping_reason"] in _REACHED:
-                trainer.should_stop = True
-                rank_zero_warn(
-                    f"EarlyStopping has ended this run after step {checkpoint['global_step']}, so nothing is trained: "
-                    f"raise its patience={callback.patience}, or leave callbacks=early_stopping out, to train on"
-                )
+            is_final = state.get("stopping_reason") in _REACHED  # Lightning before 2.6 has saved none
+            if not is_final and state["wait_count"] < callback.patience:
+                continue
+            if trainer.ckpt_path == self._start:
+                del checkpoint["callbacks"][callback.state_key]
+                continue
+            trainer.should_stop = True
+            cure = "" if is_final else f"raise its patience={callback.patience}, or "
+            rank_zero_warn(
+                f"EarlyStopping has ended this run after step {checkpoint['global_step']}: to train on, {cure}leave "
+                "callbacks=early_stopping out"
+            )
 
 
 _REACHED = {reason.value for reason in EarlyStoppingReason} - {
@@ -590,7 +602,7 @@ def _expect(built: object, kind: type, key: str) -> None:
 def _records(config: Mapping[str, Any]) -> list[pl.Callback]:
     """Callbacks that every run has."""
     records: list[pl.Callback] = [RunRecord(RunDirectory(Path(config["run_dir"])), config), GracefulStop()]
-    records.append(ResumedEarlyStopping())
+    records.append(ResumedEarlyStopping(config["resume"]))
     return [*records, ResumedWithOverrides()] if config["resume_overrides"] else records
 
 

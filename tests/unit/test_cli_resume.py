@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
@@ -305,7 +306,7 @@ def test_a_restart_does_not_start_over_again(variable: str, tmp_path: Path, monk
 
 def _until_no_progress(folder: Path, *, patience: int, start: Path | None = None) -> int:
     judge = EarlyStopping("val/loss", min_delta=9.0, patience=patience)
-    callbacks = [judge, ResumedEarlyStopping(), LatestCheckpoint(folder, every_n_train_steps=100)]
+    callbacks = [judge, ResumedEarlyStopping(True), LatestCheckpoint(folder, every_n_train_steps=100)]
     trainer = quiet_trainer(callbacks=callbacks, max_epochs=4, val_check_interval=2, enable_checkpointing=True)
     training, validation = (DataLoader(RandomTokens(96), batch_size=12) for _ in range(2))
     trainer.fit(GPTModule(TINY), training, validation, ckpt_path=start)
@@ -315,9 +316,26 @@ def _until_no_progress(folder: Path, *, patience: int, start: Path | None = None
 def test_a_run_that_early_stopping_has_ended_trains_on_with_more_patience_only(tmp_path: Path) -> None:
     assert _until_no_progress(tmp_path, patience=1) == 4
     saved = tmp_path / "step-0000004.ckpt"
-    with pytest.warns(UserWarning, match="EarlyStopping has ended this run after step 4, so nothing is trained: raise"):
+    with pytest.warns(UserWarning, match="EarlyStopping has ended this run after step 4: to train on, raise"):
         assert _until_no_progress(tmp_path, patience=1, start=saved) == 4
     assert _until_no_progress(tmp_path, patience=2, start=saved) == 6
+
+
+def test_early_stopping_ends_only_its_own_run_and_says_what_helps() -> None:
+    judge = EarlyStopping("val/loss", patience=3)
+
+    def resumed(start: bool | str, **state: Any) -> tuple[bool, bool]:
+        trainer: Any = SimpleNamespace(
+            callbacks=[judge], state=SimpleNamespace(fn=TrainerFn.FITTING), ckpt_path="a.ckpt", should_stop=False
+        )
+        saved = {"global_step": 4, "callbacks": {judge.state_key: {"wait_count": 0, "patience": 1, **state}}}
+        ResumedEarlyStopping(start).on_load_checkpoint(trainer, GPTModule(TINY), saved)
+        return trainer.should_stop, judge.state_key in saved["callbacks"]
+
+    assert resumed(True) == (False, True), "Lightning before 2.6 saves no reason"
+    assert resumed("a.ckpt", wait_count=3) == (False, False), "another run begins there"
+    with pytest.warns(UserWarning, match="to train on, leave callbacks=early_stopping out"):
+        assert resumed(True, stopping_reason=EarlyStoppingReason.STOPPING_THRESHOLD.value)[0]
 
 
 def test_what_starts_over_does_not_read_the_former_run(tmp_path: Path) -> None:
