@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,14 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from moe_lightning import auxiliary_loss
+from moe_lightning.compat.fsdp import gather_at_layers, keep_freezing
 from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
@@ -268,3 +273,22 @@ def test_a_module_trains_on_after_an_error(place: str) -> None:
     ]
     for losses in ranks:
         assert losses == pytest.approx(alone, abs=TOLERANCE)
+
+
+def frozen_twice(rank: int, world_size: int) -> bool:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world_size)
+    layer: Any = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (world_size,)))
+    keep_freezing(layer)
+    deque(gather_at_layers(layer, lambda: True), maxlen=0)
+    row = layer.weight
+    layer.unshard()
+    row.requires_grad_(False)  # as toggle_optimizer does
+    layer.weight.requires_grad_(False)  # as a module does
+    layer(torch.ones(4))
+    row.requires_grad_(True)
+    layer.reshard()
+    return bool(layer.weight.requires_grad)
+
+
+def test_what_is_frozen_twice_is_unfrozen_by_its_optimizer() -> None:
+    assert run_ranks(1, frozen_twice) == [True]
