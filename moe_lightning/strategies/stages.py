@@ -468,8 +468,10 @@ class _Watch(TorchFunctionMode):
         return name or made_of
 
 
-_READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__bool__"})
-"""Methods that return values of a tensor as no tensor."""
+_READS = frozenset({
+    "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "is_nonzero", "equal", "allclose",
+})  # fmt: skip
+"""Functions that return values of a tensor as no tensor."""
 
 
 def _shown(value: object) -> str:
