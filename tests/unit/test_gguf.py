@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from moe_lightning.cli.ckpt import main
+from moe_lightning.errors import ConfigurationError
+from moe_lightning.models.huggingface.export import cast
 from tests.huggingface_models import make_checkpoint, reloaded, transformers
 from tests.unit.test_adapters import disturb
 from tests.unit.test_generate import gpt, save
@@ -295,6 +297,8 @@ def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         check_refusal(
             tmp_path, ["weight' has values beyond 65504", "--dtype bfloat16"], capsys, "--dtype", "float16", to=target
         )
+    with pytest.raises(ConfigurationError, match=r"beyond 3\.38953e\+38, .*: export with --dtype float32$"):
+        cast("w", torch.tensor(3.4e38), torch.bfloat16)
     content["pre_tokenizer"]["add_prefix_space"] = True
     tokenizer.write_text(json.dumps(content))
     check_refusal(tmp_path, ["the tokenizer cannot be", "only byte-level BPE"], capsys)

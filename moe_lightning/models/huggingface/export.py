@@ -120,9 +120,10 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     stored = tensor.to(dtype)
     if stored.isinf().any() and not torch.equal(stored.isinf(), tensor.isinf()):
+        wider = "float32" if dtype == torch.bfloat16 else "bfloat16 or float32"
         raise ConfigurationError(
             f"{name!r} has values beyond {torch.finfo(dtype).max:g}, the largest of "
-            f"{str(dtype).removeprefix('torch.')}: export with --dtype bfloat16 or float32"
+            f"{str(dtype).removeprefix('torch.')}: export with --dtype {wider}"
         )
     return stored
 
