@@ -185,7 +185,7 @@ class ResumedEarlyStopping(Callback):
             cure = "" if is_final else f"raise its patience={callback.patience}, or "
             rank_zero_warn(
                 f"EarlyStopping has ended this run after step {checkpoint['global_step']}: to train on, {cure}leave "
-                "callbacks=early_stopping out"
+                "EarlyStopping out"
             )
 
 

@@ -334,7 +334,7 @@ def test_early_stopping_ends_only_its_own_run_and_says_what_helps() -> None:
 
     assert resumed(True) == (False, True), "Lightning before 2.6 saves no reason"
     assert resumed("a.ckpt", wait_count=3) == (False, False), "another run begins there"
-    with pytest.warns(UserWarning, match="to train on, leave callbacks=early_stopping out"):
+    with pytest.warns(UserWarning, match="to train on, leave EarlyStopping out"):
         assert resumed(True, stopping_reason=EarlyStoppingReason.STOPPING_THRESHOLD.value)[0]
 
 
