@@ -822,7 +822,7 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any], *, is_read: bo
     asked = f" (trainer.max_steps={max_steps} asks for fewer)" if is_less else ""
     head = f"{directory} has finished its {last.step} steps{asked}"
     refused = [change for change in found if change.is_on_request or not change.is_possible]
-    if is_read and (asked or refused):
+    if is_read and (is_less or refused):
         raise ConfigurationError(
             f"{head}{unused(refused)}, so it has no metrics of this command: give this run another run_name, or start "
             "over with resume=false"

@@ -471,9 +471,8 @@ def planned_cuts(module: nn.Module, size: int) -> dict[nn.Parameter, TensorCut]:
 
 
 def _require_forward_of(style: Style, part: nn.Module, name: str) -> None:
-    kind: Any = {Embedding: nn.Embedding, Rows: nn.Linear}.get(
-        type(style)
-    )  # which compute without the module's forward
+    """Refuse code of a module's own where a style computes without the module's forward."""
+    kind: Any = {Embedding: nn.Embedding, Rows: nn.Linear}.get(type(style))
     if kind is not None and type(part).forward is not kind.forward:
         raise ConfigurationError(
             f"{name} is a {type(part).__name__} with a forward of its own, which {type(style).__name__}() of its plan "

@@ -71,19 +71,7 @@ def check_module(
             "a step with dataloader_iter fetches its batches itself, so the samples of a rank's loss are not known "
             "before it: take batch in its place, or use one rank"
         )
-    if cuts_dense and frozen_base(module):
-        raise ConfigurationError(
-            "adapters need the frozen weights outside of experts whole on every rank, and dense=fsdp, hsdp and mesh.tp "
-            "cut them: use dense=ddp or zero1, and mesh.tp=1"
-        )
-    of_experts = ((n, m) for n, m in module.named_modules() if isinstance(m, Experts))
-    for name, experts in of_experts if trainer.state.fn == TrainerFn.FITTING else ():
-        unfrozen = [base for base in sorted(experts.base_names) if experts.get_parameter(base).requires_grad]
-        if unfrozen:
-            raise ConfigurationError(
-                f"{name}.{unfrozen[0]} would train beside adapters, but there weights of experts "
-                "are neither moved nor saved: leave them frozen, or train without adapters"
-            )
+    _check_adapters(trainer, module, cuts_dense=cuts_dense)
     embeddings = ((n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     for name, embedding in embeddings if trainer.world_size > 1 else ():
         option = "max_norm" if embedding.max_norm is not None else "scale_grad_by_freq"
@@ -99,6 +87,24 @@ def check_module(
             "BatchNorm takes its statistics from each rank's part of the batch, so the loss depends on the number "
             "of ranks: use LayerNorm or GroupNorm, or on GPUs sync_batchnorm=True"
         )
+
+
+def _check_adapters(trainer: pl.Trainer, module: nn.Module, *, cuts_dense: bool) -> None:
+    """Check what adapters ask for; raises as `check_module`."""
+    if cuts_dense and frozen_base(module):
+        raise ConfigurationError(
+            "adapters need the frozen weights outside of experts whole on every rank, and dense=fsdp, hsdp and mesh.tp "
+            "cut them: use dense=ddp or zero1, and mesh.tp=1"
+        )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    for name, experts in ((n, m) for n, m in module.named_modules() if isinstance(m, Experts)):
+        unfrozen = [base for base in sorted(experts.base_names) if experts.get_parameter(base).requires_grad]
+        if unfrozen:
+            raise ConfigurationError(
+                f"{name}.{unfrozen[0]} would train beside adapters, but there weights of experts "
+                "are neither moved nor saved: leave them frozen, or train without adapters"
+            )
 
 
 def require_same_parameters(module: nn.Module, before: Collection[nn.Parameter]) -> None:
