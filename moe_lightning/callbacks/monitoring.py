@@ -13,6 +13,7 @@ import os
 import re
 import time
 import urllib.request
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
@@ -93,8 +94,9 @@ class MonitoringLogger(Logger):
         """Close what is open."""
         self._close()
 
+    @abstractmethod
     def _pass_on(self, metrics: Mapping[str, float], step: int | None) -> None:
-        raise NotImplementedError
+        """Take the values of a logging step."""
 
     def _close(self) -> None:
         """Close what `_pass_on` has opened."""

@@ -211,7 +211,7 @@ def test_adapters_are_added_to_the_weights_of_their_base(
 def test_what_was_trained_beside_adapters_is_in_texts_and_exports(
     precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a checkpoint file, which has all weights, and of a directory, which has only those that were trained."""
+    """A checkpoint file has all weights, and a directory only those that were trained."""
     from moe_lightning.cli.huggingface import export_checkpoint
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 
