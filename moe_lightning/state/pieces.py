@@ -96,11 +96,6 @@ class Block:
         return tuple(slice(begin, end) for begin, end in zip(self.offsets, self._ends, strict=True))
 
     @property
-    def is_rows(self) -> bool:
-        """True if it is sharded in its first dimension only."""
-        return self.sizes[1:] == self.whole[1:]
-
-    @property
     def is_inside(self) -> bool:
         """True if it lies inside of the whole tensor."""
         return all(0 <= at <= end <= size for at, end, size in zip(self.offsets, self._ends, self.whole, strict=True))
