@@ -531,7 +531,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             ),
             self._settings,
             objects=self._objects(strategy, is_first=True),
-            ledger_bytes=0 if ledger is None else ledger.largest_dump_bytes,
+            ledger_bytes=0 if ledger is None else ledger.largest_state_bytes,
             layout=strategy.elastic.protection(),
             is_broken=lambda: strategy.elastic.is_broken,
         )

@@ -139,7 +139,7 @@ class LostTokens:
         settings: how to save.
 
     Attributes:
-        checkpoint_ledger: tokens in the live state, in memory and on storage; None before the first checkpoint, and of
+        checkpoint_ledger: tokens in the live state and in memory; None before the first checkpoint, and of
             a dense model.
         counts: assignments that the ledger has not recorded yet.
     """
@@ -165,8 +165,7 @@ class LostTokens:
         """For a rank that joins a running world; empty before the first checkpoint."""
         if self.checkpoint_ledger is None:
             return {}
-        ledger = self.checkpoint_ledger.state_dict()
-        return {"checkpoint_ledger": ledger, "lost_plt": self._lost_plt}
+        return {"checkpoint_ledger": self.checkpoint_ledger.state_dict(), "lost_plt": self._lost_plt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Count on from the state of another rank at the next `begin`."""
@@ -181,7 +180,7 @@ class LostTokens:
         """
         if has_rolled_back:
             self.checkpoint_ledger, self.counts, self._lost_plt = None, TokenCounts(), 0.0
-        recorded = None if self._received is None else self._received["ledger"]["processed"]
+        recorded = None if self._received is None else self._received["processed"]
         if self.checkpoint_ledger is not None:
             recorded = self.checkpoint_ledger.ledger.processed
         self.counts.enter_world(recorded, stages, world)

@@ -157,7 +157,7 @@ class CheckpointLedger:
         order: which experts are next.
 
     Attributes:
-        ledger: tokens in the live state, in memory and on storage.
+        ledger: tokens in the live state and in memory.
     """
 
     def __init__(
@@ -229,41 +229,33 @@ class CheckpointLedger:
         self._ordinal += 1
 
     @property
-    def largest_dump_bytes(self) -> int:
-        """Return an upper bound of the bytes of `dump`."""
-        table_bytes = self.ledger.processed.nbytes
-        return (4 + _HISTORY) * (table_bytes + 64) + (16 << 10)
-
-    def dump(self) -> dict[str, Any]:
-        """Tensors and plain values for the checkpoint that was begun last."""
-        steps = sorted(self._history)
-        return {
-            "ordinal": self._ordinal,
-            "processed": torch.from_numpy(self.ledger.processed.copy()),
-            "lost": torch.from_numpy(self.ledger.lost.copy()),
-            "persisted_version": torch.from_numpy(self._persisted_version.copy()),
-            "persisted_processed": torch.from_numpy(self._persisted_processed.copy()),
-            "history_steps": steps,
-            "history": torch.from_numpy(np.stack([self._history[s] for s in steps])),
-        }
+    def largest_state_bytes(self) -> int:
+        """Return an upper bound of the bytes of `state_dict` in a checkpoint."""
+        return (4 + _HISTORY) * (self.ledger.processed.nbytes + 64) + (16 << 10)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, for a process that joins the run; tensors and plain values."""
-        return {
-            "ledger": {name: torch.from_numpy(table) for name, table in self.ledger.state_dict().items()},
-            "ordinal": self._ordinal,
-            "persisted_version": torch.from_numpy(self._persisted_version.copy()),
-            "persisted_processed": torch.from_numpy(self._persisted_processed.copy()),
-            "history": {step: torch.from_numpy(counts.copy()) for step, counts in self._history.items()},
+        """Everything as tensors and plain values, for a checkpoint and for a process that joins the run."""
+        steps = sorted(self._history)
+        tables = {
+            "planned": self.ledger.planned_assignments,
+            "processed": self.ledger.processed,
+            "in_memory": self.ledger.in_memory,
+            "lost": self.ledger.lost,
+            "persisted_version": self._persisted_version,
+            "persisted_processed": self._persisted_processed,
+            "history": np.array([self._history[s] for s in steps], dtype=np.int64).reshape(-1, *self._shape),
         }
+        saved: dict[str, Any] = {name: torch.from_numpy(table.copy()) for name, table in tables.items()}
+        return {**saved, "ordinal": self._ordinal, "history_steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another process is."""
-        self.ledger.load_state_dict(state["ledger"])
-        self._ordinal = int(state["ordinal"])
-        self._persisted_version = np.asarray(state["persisted_version"], dtype=np.int64)
-        self._persisted_processed = np.asarray(state["persisted_processed"], dtype=np.int64)
-        self._history = {int(step): np.asarray(counts, np.int64) for step, counts in state["history"].items()}
+        self.ledger.planned_assignments = _table(state["planned"])
+        self.ledger.processed, self.ledger.in_memory = _table(state["processed"]), _table(state["in_memory"])
+        self.ledger.lost = _table(state["lost"])
+        self._ordinal, self._history = int(state["ordinal"]), _history_of(state)
+        self._persisted_version = _table(state["persisted_version"])
+        self._persisted_processed = _table(state["persisted_processed"])
 
     def lose(self, versions: Mapping[tuple[int, int], int]) -> IntArray:
         """Some experts of the live state came back older.
@@ -294,13 +286,11 @@ class CheckpointLedger:
                 f"the checkpoint counts tokens of {list(saved['processed'].shape)} experts (layers, experts), "
                 f"the model has {list(self._shape)}: use the configuration it was written with"
             )
-        processed, history = saved["processed"].numpy().astype(np.int64), _history_of(saved)
+        processed = _table(saved["processed"])
         held = processed - unseen_tokens(saved, step, versions)
-        tables = {"processed": processed, "in_memory": held, "on_storage": held, "lost": saved["lost"].numpy()}
-        self.ledger.load_state_dict(self.ledger.state_dict() | tables)
-        self._ordinal = int(saved["ordinal"])
+        self.ledger.processed, self.ledger.in_memory, self.ledger.lost = processed, held, _table(saved["lost"])
+        self._ordinal, self._history = int(saved["ordinal"]), _history_of(saved)
         self._persisted_version, self._persisted_processed = versions.copy(), held.copy()
-        self._history = history
         return self.ledger.lose(held)
 
 
@@ -308,18 +298,23 @@ def unseen_tokens(saved: Mapping[str, Any], step: int, versions: IntArray) -> In
     """int64 [L, E]: the tokens that experts of some versions have not seen, as the ledger of a checkpoint remembers.
 
     Args:
-        saved: from `CheckpointLedger.dump`.
+        saved: from `CheckpointLedger.state_dict`.
         step: of the checkpoint.
         versions: int64 [L, E].
     """
-    processed = saved["processed"].numpy().astype(np.int64)
-    persisted = saved["persisted_version"].numpy(), saved["persisted_processed"].numpy().astype(np.int64)
+    processed = _table(saved["processed"])
+    persisted = _table(saved["persisted_version"]), _table(saved["persisted_processed"])
     unseen: IntArray = processed - _seen_by(versions, [persisted, *_history_of(saved).items(), (step, processed)])
     return unseen
 
 
+def _table(saved: torch.Tensor) -> IntArray:
+    """A copy of a saved table."""
+    return saved.numpy().astype(np.int64)
+
+
 def _history_of(saved: Mapping[str, Any]) -> dict[int, IntArray]:
-    return {int(s): h.numpy().astype(np.int64) for s, h in zip(saved["history_steps"], saved["history"], strict=True)}
+    return {int(step): _table(counts) for step, counts in zip(saved["history_steps"], saved["history"], strict=True)}
 
 
 def _seen_by(versions: IntArray, remembered: Iterable[tuple[IntArray | int, IntArray]]) -> IntArray:

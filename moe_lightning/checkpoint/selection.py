@@ -4,10 +4,9 @@ Partial Experts Checkpointing saves K of the E experts of every MoE layer; the o
 rank computes the whole selection (sequential or load-aware) alone, from the ordinal of the checkpoint or from counters
 that are equal everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
 
-The token ledger counts the routed tokens behind each expert's state: live, newest copy in host memory, newest copy on
-storage. Unsaved tokens are differences, so a token can be lost only once (PLT). A checkpoint records these numbers as
-of its step; the newest one whose persist completed is the recovery point. Tokens processed after it are trained again
-and are not lost. Sources: PEC eq. 4, MoC-System eq. 7 and 5.1.
+The token ledger counts the routed tokens behind each expert's state: live, and newest copy in host memory. Unsaved
+tokens are differences, so a token can be lost only once (PLT). A checkpoint records these numbers as of its step;
+tokens processed after it are trained again and are not lost. Sources: PEC eq. 4, MoC-System eq. 7 and 5.1.
 
 Dynamic-K saves more experts as faults use up the budget of lost tokens: K starts small and doubles until all experts
 are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1): the loss per fault halves when K doubles, so
@@ -23,12 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.config import NonNegativeInt, validated
@@ -271,35 +268,19 @@ def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
     return oldest
 
 
-class Source(IntEnum):
-    """Source of an expert's state in a restore after a fault."""
-
-    LIVE = 0
-    """A replica, parity or replay that gives the state exactly as of the recovery point: nothing is lost."""
-    MEMORY = 1
-    """The newest snapshot not younger than the recovery point."""
-    STORAGE = 2
-    """The newest persisted version."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Point:
-    """Tokens contained in each copy as of one checkpoint; int64 [L, E] each."""
-
-    processed: IntArray
-    in_memory: IntArray
-    persists: BoolArray
-
-
 @validated
 class Ledger:
-    """Counts tokens per (layer, expert) in the live state, in memory and on storage.
+    """Counts tokens per (layer, expert) in the live state and in memory, and those that faults have lost.
 
     Args:
         num_layers: L.
         num_experts: E.
         planned_assignments: tokens times top-k of the whole planned training, per layer (int or int64 [L]): the
             denominator of PLT.
+
+    Attributes:
+        processed, in_memory: int64 [L, E], tokens in the live state and in the newest snapshot.
+        lost: int64 [L].
 
     Raises:
         ConfigurationError: planned_assignments is not positive.
@@ -308,19 +289,15 @@ class Ledger:
     def __init__(
         self, *, num_layers: NonNegativeInt, num_experts: NonNegativeInt, planned_assignments: int | IntArray
     ) -> None:
-        shape = (num_layers, num_experts)
         planned = np.array(np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,)))
         if (planned < 1).any():
             raise ConfigurationError(
                 f"planned_assignments={planned.min()} must be at least 1: tokens of the whole training times top-k"
             )
         self.planned_assignments = planned
-        self.processed = np.zeros(shape, dtype=np.int64)
-        self.in_memory = np.zeros(shape, dtype=np.int64)
-        self.on_storage = np.zeros(shape, dtype=np.int64)
-        self.lost = np.zeros(num_layers, dtype=np.int64)
-        self._point = _Point(self.processed.copy(), self.in_memory.copy(), np.zeros(shape, dtype=np.bool_))
-        self._pending: dict[int, _Point] = {}
+        self.processed: IntArray = np.zeros((num_layers, num_experts), dtype=np.int64)
+        self.in_memory = self.processed.copy()
+        self.lost: IntArray = np.zeros(num_layers, dtype=np.int64)
 
     def record(self, counts: IntArray) -> None:
         """Add one step's processed assignments, int64 [L, E], summed over all ranks."""
@@ -332,61 +309,11 @@ class Ledger:
         return self.processed - self.in_memory
 
     def take_snapshot(self, snapshot: BoolArray) -> None:
-        """These experts, bool [L, E], were copied into memory; nobody is going to say what becomes of them on
-        storage."""
+        """These experts, bool [L, E], were copied into memory."""
         self.in_memory = np.where(snapshot, self.processed, self.in_memory)
 
-    def begin_checkpoint(self, step: int, *, snapshot: BoolArray, persist: BoolArray) -> None:
-        """A snapshot of the state after `step` was taken, of which the `persist` experts go to storage; bool [L, E]
-        each. It is remembered until `complete_checkpoint` is called with it or a later one."""
-        self.take_snapshot(snapshot)
-        self._pending[step] = _Point(self.processed.copy(), self.in_memory.copy(), persist.copy())
-
-    def complete_checkpoint(self, step: int, *, persisted: BoolArray | None = None) -> None:
-        """The persist of the checkpoint at `step` is committed: it becomes the recovery point, and older pending ones
-        are void.
-
-        Args:
-            persisted: the experts that storage now holds as of `step`, bool [L, E]; None means as planned.
-
-        Raises:
-            KeyError: no checkpoint was begun at that step.
-        """
-        point = self._pending.pop(step)
-        self._pending = {later: pending for later, pending in self._pending.items() if later > step}
-        saved = point.persists if persisted is None else persisted
-        self.on_storage = np.where(saved, point.processed, self.on_storage)
-        self._point = point
-
-    def loss_if_recovered(self, sources: IntArray | Source) -> IntArray:
-        """int64 [L, E]: tokens that recovering every expert from its source (a `Source`, or int [L, E] of them) would
-        lose."""
-        table = np.broadcast_to(np.asarray(sources), self.processed.shape)
-        held = np.choose(table, [self._point.processed, self._point.in_memory, self.on_storage])
-        loss: IntArray = np.maximum(self._point.processed - held, 0)
-        return loss
-
-    def recover(self, sources: IntArray | Source) -> IntArray:
-        """Account for a fault: every expert goes back to the recovery point, or to the stale copy its source has.
-
-        An expert restored from memory keeps the distance between memory and storage as a risk of the next fault; one
-        restored from storage has no copy in memory any more.
-
-        Returns:
-            int64 [L, E]: the tokens lost by this fault.
-        """
-        loss = self.loss_if_recovered(sources)
-        table = np.broadcast_to(np.asarray(sources), self.processed.shape)
-        self.processed = self._point.processed - loss
-        in_memory = np.minimum(self._point.in_memory, self.processed)
-        self.in_memory = np.where(table == Source.STORAGE, self.on_storage, in_memory)
-        self.lost = self.lost + loss.sum(axis=1)
-        self._point = _Point(self.processed.copy(), self.in_memory.copy(), np.zeros(loss.shape, dtype=np.bool_))
-        self._pending.clear()
-        return loss
-
     def lose(self, seen: IntArray) -> IntArray:
-        """Account for a fault that the live state outlives, with some experts replaced by older copies.
+        """Account for a fault: some experts of the live state were replaced by older copies.
 
         Args:
             seen: int64 [L, E], the tokens that each expert now contains.
@@ -397,10 +324,7 @@ class Ledger:
         loss: IntArray = np.maximum(self.processed - seen, 0)
         self.processed = self.processed - loss
         self.in_memory = np.minimum(self.in_memory, self.processed)
-        self.on_storage = np.minimum(self.on_storage, self.processed)
         self.lost = self.lost + loss.sum(axis=1)
-        self._point = _Point(self.processed.copy(), self.in_memory.copy(), np.zeros(loss.shape, dtype=np.bool_))
-        self._pending.clear()
         return loss
 
     def plt_of(self, lost_per_layer: IntArray) -> float:
@@ -412,38 +336,6 @@ class Ledger:
     def plt(self) -> float:
         """Proportion of lost tokens so far, as MoC-System defines it (eq. 7)."""
         return self.plt_of(self.lost)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything as of the recovery point and now, as arrays; pending checkpoints are not part of it."""
-        return {
-            "planned_assignments": self.planned_assignments.copy(),
-            "processed": self.processed.copy(),
-            "in_memory": self.in_memory.copy(),
-            "on_storage": self.on_storage.copy(),
-            "lost": self.lost.copy(),
-            "point_processed": self._point.processed.copy(),
-            "point_in_memory": self._point.in_memory.copy(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state (arrays or nested lists).
-
-        Raises:
-            ConfigurationError: the state belongs to another number of layers or experts.
-        """
-        tables = {name: np.asarray(state[name], dtype=np.int64).copy() for name in self.state_dict()}
-        for name, table in tables.items():
-            expected = self.lost.shape if name in ("planned_assignments", "lost") else self.processed.shape
-            if table.shape != expected:
-                raise ConfigurationError(
-                    f"the saved ledger has {name} of shape {list(table.shape)}, this model needs {list(expected)}: "
-                    "resume with the model that wrote the checkpoint"
-                )
-        self.planned_assignments, self.lost = tables["planned_assignments"], tables["lost"]
-        self.processed, self.in_memory, self.on_storage = (tables[k] for k in ("processed", "in_memory", "on_storage"))
-        nothing: NDArray[np.bool_] = np.zeros(self.processed.shape, dtype=np.bool_)
-        self._point = _Point(tables["point_processed"], tables["point_in_memory"], nothing)
-        self._pending.clear()
 
 
 def worst_case_plt(

@@ -213,7 +213,7 @@ class CheckpointSession:
         chosen = self.contents.begin(step, checkpoint_ledger, full=full)
         objects = dict(objects)
         if checkpoint_ledger is not None and self._world.rank == 0:
-            objects["ledger"] = checkpoint_ledger.dump()
+            objects["ledger"] = checkpoint_ledger.state_dict()
         self._snapshotter.start(
             step,
             chosen.pieces,

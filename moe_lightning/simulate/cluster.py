@@ -32,9 +32,7 @@ from moe_lightning.checkpoint.recovery_plan import (
 )
 from moe_lightning.checkpoint.selection import (
     DynamicKRule,
-    Ledger,
     Selection,
-    Source,
     full_selection,
     persist_selection,
     sequential_selection,
@@ -46,6 +44,7 @@ from moe_lightning.simulate.mesh import NOTHING, Part, is_whole, missing, parts_
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.simulate.step_model import StepModel
+from moe_lightning.simulate.token_ledger import SimulatedLedger, Source
 from moe_lightning.simulate.workload import Workload
 
 
@@ -283,7 +282,9 @@ class SavedState:
         self._memory_versions: IntArray = np.zeros((num_layers, experts), dtype=np.int64)
         self._storage_versions: IntArray = np.zeros((num_layers, experts), dtype=np.int64)
         self._pending: deque[_Pending] = deque()
-        self._ledger = Ledger(num_layers=num_layers, num_experts=experts, planned_assignments=planned_assignments)
+        self._ledger = SimulatedLedger(
+            num_layers=num_layers, num_experts=experts, planned_assignments=planned_assignments
+        )
         self._dynamic: DynamicKRule | None = None
         if policy.plt_threshold is not None and self.partial:
             ahead = interval_steps if policy.plt_lookahead else 0

@@ -117,7 +117,7 @@ def test_the_budget_holds_under_load_aware_selection(order: Order, routing: str,
         kept.begin(step, plan)
         version[plan.persist.mask()] = step
         if rng.random() < 0.02:
-            saved, plt = kept.dump(), kept.ledger.plt
+            saved, plt = kept.state_dict(), kept.ledger.plt
             kept = new_ledger(experts, order, ranks)
             kept.restore(saved, step, version)
             dynamic.after_fault(kept.ledger.plt - plt)

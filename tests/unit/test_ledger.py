@@ -14,9 +14,7 @@ from benchmarks.paper_moc import expected_plt, expected_plt_two_level, staleness
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.policy import CheckpointLedger
 from moe_lightning.checkpoint.selection import (
-    Ledger,
     Selection,
-    Source,
     full_selection,
     load_aware_global_selection,
     load_aware_selection,
@@ -26,6 +24,7 @@ from moe_lightning.checkpoint.selection import (
     worst_case_plt,
 )
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.simulate.token_ledger import SimulatedLedger, Source
 from tests.traces import recorded
 
 
@@ -76,7 +75,7 @@ class TokenSets:
 @given(st.integers(1, 3), st.integers(2, 6), st.integers(1, 4), st.integers(1, 2), st.integers(0, 2**32 - 1))
 def test_ledger_equals_a_recount_of_every_token(layers: int, experts: int, k_s: int, k_p: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    ledger = Ledger(num_layers=layers, num_experts=experts, planned_assignments=10_000)
+    ledger = SimulatedLedger(num_layers=layers, num_experts=experts, planned_assignments=10_000)
     reference = TokenSets(layers, experts)
     version = np.zeros((layers, experts), dtype=np.int64)
     step, token, lost = 0, 0, np.zeros(layers, dtype=np.int64)
@@ -113,7 +112,7 @@ def uniform_loss(
 ) -> float:
     """PLT of one fault under uniform routing of one token per expert and iteration, by simulation; planned: 1000
     iterations."""
-    ledger = Ledger(num_layers=layers, num_experts=experts, planned_assignments=1000 * experts)
+    ledger = SimulatedLedger(num_layers=layers, num_experts=experts, planned_assignments=1000 * experts)
     version = np.zeros((layers, experts), dtype=np.int64)
     for ordinal in range(checkpoints):
         for _ in range(interval):
@@ -159,7 +158,7 @@ def test_a_commit_that_comes_late_or_never() -> None:
     """The persist of step 2 is committed after the snapshot of step 4; that of step 4 never is."""
     everything = full_selection(1, 2).mask()
     first = Selection(experts=((0,),), num_experts=2).mask()
-    ledger = Ledger(num_layers=1, num_experts=2, planned_assignments=100)
+    ledger = SimulatedLedger(num_layers=1, num_experts=2, planned_assignments=100)
     ledger.record(np.array([[5, 7]]))
     ledger.begin_checkpoint(2, snapshot=everything, persist=everything)
     ledger.record(np.array([[1, 2]]))
@@ -171,31 +170,15 @@ def test_a_commit_that_comes_late_or_never() -> None:
         ledger.complete_checkpoint(4)
 
 
-def test_state_survives_a_restart() -> None:
-    rng = np.random.default_rng(3)
-    ledger = Ledger(num_layers=2, num_experts=4, planned_assignments=500)
-    for step in range(1, 5):
-        ledger.record(rng.integers(0, 9, (2, 4)))
-        mask = sequential_selection(ordinal=step, k=1, num_layers=2, num_experts=4).mask()
-        ledger.begin_checkpoint(step, snapshot=mask, persist=mask)
-        ledger.complete_checkpoint(step)
-    restored = Ledger(num_layers=2, num_experts=4, planned_assignments=1)
-    restored.load_state_dict({name: table.tolist() for name, table in ledger.state_dict().items()})
-    np.testing.assert_array_equal(restored.recover(Source.STORAGE), ledger.recover(Source.STORAGE))
-    assert restored.plt == ledger.plt > 0
-    with pytest.raises(ConfigurationError, match="shape"):
-        Ledger(num_layers=3, num_experts=4, planned_assignments=1).load_state_dict(ledger.state_dict())
-
-
 def test_plt_needs_a_plan() -> None:
     with pytest.raises(ConfigurationError, match="planned_assignments=0"):
-        Ledger(num_layers=1, num_experts=1, planned_assignments=0)
+        SimulatedLedger(num_layers=1, num_experts=1, planned_assignments=0)
 
 
 def mean_plt(trace: np.ndarray, select: Callable[[int, np.ndarray], Selection]) -> float:
     """PLT of one fault, averaged over the times at which it may strike, one checkpoint per sample."""
     _, layers, experts = trace.shape
-    ledger = Ledger(num_layers=layers, num_experts=experts, planned_assignments=trace.sum(axis=(0, 2)))
+    ledger = SimulatedLedger(num_layers=layers, num_experts=experts, planned_assignments=trace.sum(axis=(0, 2)))
     plts = []
     for step, counts in enumerate(trace):
         ledger.record(counts)
@@ -252,7 +235,7 @@ def test_losses_are_exact_where_a_round_takes_more_checkpoints_than_are_kept(how
         at_version[plan.persist.mask()] = processed[plan.persist.mask()]
     assert 150 - versions.min() > 64
     if how == "storage":
-        lost = new_ledger(*shape).restore(kept.dump(), 150, versions)
+        lost = new_ledger(*shape).restore(kept.state_dict(), 150, versions)
     else:
         if how == "joined":
             kept, state = new_ledger(*shape), kept.state_dict()
@@ -262,14 +245,14 @@ def test_losses_are_exact_where_a_round_takes_more_checkpoints_than_are_kept(how
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(1, 2), (3, 5), (16, 64)])
-def test_a_dump_never_outgrows_its_room(layers: int, experts: int) -> None:
+def test_its_state_never_outgrows_its_room(layers: int, experts: int) -> None:
     kept = new_ledger(layers, experts)
     for step in range(70):
         kept.ledger.record(np.full((layers, experts), 10**6))
         kept.begin(step, kept.plan(1, 1))
         if step in (0, 69):
-            assert len(dump_object(kept.dump())) <= kept.largest_dump_bytes
-    assert len(dump_object(kept.dump())) > 0.5 * kept.largest_dump_bytes - (16 << 10)
+            assert len(dump_object(kept.state_dict())) <= kept.largest_state_bytes
+    assert len(dump_object(kept.state_dict())) > 0.5 * kept.largest_state_bytes - (16 << 10)
 
 
 def test_losses_are_never_told_too_low_where_storage_stood_still_for_long() -> None:
@@ -281,7 +264,7 @@ def test_losses_are_never_told_too_low_where_storage_stood_still_for_long() -> N
         tokens[step] = kept.ledger.processed.copy()
         kept.begin(step, kept.plan(2, 1, full=step == 1))
     for version in (1, 20, 36, 37, 90):
-        lost = new_ledger(*shape).restore(kept.dump(), 100, np.full(shape, version))
+        lost = new_ledger(*shape).restore(kept.state_dict(), 100, np.full(shape, version))
         exact = tokens[100] - tokens[version]
         assert (lost >= exact).all()
         assert version < 37 or (lost == exact).all()
