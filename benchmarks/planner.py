@@ -30,9 +30,9 @@ from moe_lightning.balancing.rules import replan_placement
 from moe_lightning.balancing.shadow_search import search_shadows
 from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,
+    Origin,
     RankInventory,
     SnapshotInventory,
-    SnapshotKind,
     plan_recovery,
 )
 from moe_lightning.dispatch.placement import Placement, uniform_placement
@@ -270,10 +270,11 @@ def _inventories(held: BoolArray, nodes: list[str], live_version: int) -> list[R
             experts=tuple(experts[rank]),
             snapshots=tuple(
                 SnapshotInventory(
-                    kind=SnapshotKind.ARENA,
+                    kind=Origin.ARENA,
                     writer=rank,
                     session="1",
                     step=step,
+                    resumes_at=step,
                     world_size=num_ranks,
                     experts=tuple(HeldExpert(layer, expert, step, step) for layer, expert in written[rank]),
                 )

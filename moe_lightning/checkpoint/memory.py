@@ -40,7 +40,7 @@ from moe_lightning.checkpoint.recovery_plan import (
     Origin,
     RecoveryPlan,
     SnapshotInventory,
-    SnapshotKind,
+    SnapshotPlace,
     StorageInventory,
     UnitRead,
 )
@@ -75,17 +75,17 @@ def local_inventory(arenas: Path, run: str) -> list[SnapshotInventory]:
         for table in arena.tables():
             if table.run == run:
                 try:
-                    found += _parities_of(table) if kind is SnapshotKind.PARITY else [_inventory_of(table, kind)]
+                    found += _parities_of(table) if kind is Origin.PARITY else [_inventory_of(table, kind)]
                 except CheckpointError as error:
                     logger.warning("%s: it is passed over", error)
         arena.close()
     return sorted(found, key=lambda s: (s.session, s.step, -s.writer), reverse=True)
 
 
-def open_arenas(arenas: Path) -> Iterator[tuple[SnapshotKind, Arena]]:
+def open_arenas(arenas: Path) -> Iterator[tuple[Origin, Arena]]:
     """(kind, arena) of every file with snapshots on this node; damaged ones are passed over with a
     warning."""
-    for pattern, kind in ((ARENAS, SnapshotKind.ARENA), (COPIES, SnapshotKind.COPY), (PARITIES, SnapshotKind.PARITY)):
+    for pattern, kind in ((ARENAS, Origin.ARENA), (COPIES, Origin.COPY), (PARITIES, Origin.PARITY)):
         for path in sorted(arenas.glob(pattern)):
             try:
                 arena = Arena(path)
@@ -95,8 +95,8 @@ def open_arenas(arenas: Path) -> Iterator[tuple[SnapshotKind, Arena]]:
                 logger.warning("%s (its snapshots are passed over)", error)
                 continue
             holder, _, writer = path.name.removeprefix("held").split(".")[0].partition("-")
-            own = kind is SnapshotKind.COPY and holder == writer
-            yield (SnapshotKind.ARENA if own else kind), arena
+            own = kind is Origin.COPY and holder == writer
+            yield (Origin.ARENA if own else kind), arena
 
 
 def units_of(pieces: Iterable[Piece]) -> dict[tuple[int, int] | None, list[Piece]]:
@@ -119,7 +119,7 @@ def protected_tables(table: SnapshotIndex) -> list[SnapshotIndex]:
     return [SnapshotIndex.parse(text.encode(errors="replace"), origin) for text in texts]
 
 
-def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> SnapshotInventory:
+def _inventory_of(table: SnapshotIndex, kind: Origin, **parity: Any) -> SnapshotInventory:
     experts = []
     for unit, pieces in units_of(table.placed).items():
         versions = [piece.version for piece in pieces if is_expert_key(piece.key)]
@@ -130,7 +130,7 @@ def _inventory_of(table: SnapshotIndex, kind: SnapshotKind, **parity: Any) -> Sn
         writer=table.rank,
         session=table.session,
         step=table.step,
-        first=table.first_step,
+        resumes_at=table.first_step,
         world_size=table.world_size,
         experts=tuple(sorted(experts)),
         **parity,
@@ -143,7 +143,7 @@ def _parities_of(table: SnapshotIndex) -> list[SnapshotInventory]:
     if not isinstance(members, list) or not all(type(member) is int and member >= 0 for member in members):
         raise CheckpointError(f"the parity of rank {table.rank} was written by something else: it lacks its group")
     return [
-        _inventory_of(protected, SnapshotKind.PARITY, holder=table.rank, members=tuple(members))
+        _inventory_of(protected, Origin.PARITY, holder=table.rank, members=tuple(members))
         for protected in protected_tables(table)
         if protected.rank != table.rank
     ]
@@ -193,10 +193,10 @@ class SnapshotSet:
                 if table.session != session:
                     continue
                 snapshot = Snapshot(table=table, memory=arena.memory)
-                if kind is SnapshotKind.PARITY:
+                if kind is Origin.PARITY:
                     self._parities[table.rank, table.step] = snapshot
                 else:
-                    self.add(Origin[kind.name], snapshot)
+                    self.add(kind, snapshot)
             arena.close()  # the mapping stays as long as somebody uses it
 
     def add(self, origin: Origin, snapshot: Snapshot) -> None:
@@ -243,10 +243,6 @@ def _padded_bytes(nbytes: int) -> int:
 
 def _intact(unit: Iterable[tuple[Piece, torch.Tensor]]) -> bool:
     return all(digest_of(data) == piece.xxh3 for piece, data in unit)
-
-
-SnapshotPlace = tuple[str, int, int]
-"""(kind, writer, step) of a snapshot"""
 
 
 def decode_snapshots(decodes: Sequence[Decode], library: SnapshotSet, world: World) -> list[tuple[int, SnapshotPlace]]:
@@ -336,7 +332,7 @@ class _Parts:
                     continue
                 parity = library.parity(holder, decode.step)
                 if parity is None:
-                    self.problems.append((SnapshotKind.PARITY, decode.writer, decode.step))
+                    self.problems.append(("parity", decode.writer, decode.step))
                     continue
                 ((_, self.parities[index, holder]),) = parity.unit(None)
                 self.sizes[index] = self.parities[index, holder].numel()
@@ -347,8 +343,7 @@ class _Parts:
                     continue
                 shard = library.whole(member, decode.step)
                 if shard is None:
-                    wholes = (SnapshotKind.ARENA, SnapshotKind.COPY)
-                    self.problems += [(kind, member, decode.step) for kind in wholes]
+                    self.problems += [(kind, member, decode.step) for kind in ("arena", "copy")]
                 else:
                     self._shards[index, member] = shard.packed()
 
@@ -478,7 +473,7 @@ def fetch(
     }
     gathered = all_gather_json(own, world)
     bad = [plan.reads[index] for entry in gathered for index in entry["damaged"]]
-    _raise_if_damaged([(read.node, SnapshotKind[read.origin.name], read.writer, read.step) for read in bad])
+    _raise_if_damaged([(read.node, read.origin.name.lower(), read.writer, read.step) for read in bad])
     listing = {
         int(i): read_json(list[Piece], rows.encode(), f"the listing of rank {rank}")
         for rank, entry in enumerate(gathered)
@@ -586,4 +581,4 @@ def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:
     """Return the session, steps and versions of experts that a checkpoint holds."""
     versions = tuple(tuple(int(v) for v in layer) for layer in checkpoint.expert_versions())
     session, first = checkpoint.manifest.session, checkpoint.first_step
-    return StorageInventory(session=session, step=checkpoint.step, first=first, versions=versions)
+    return StorageInventory(session=session, step=checkpoint.step, resumes_at=first, versions=versions)

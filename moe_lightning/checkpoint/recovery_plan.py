@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -31,12 +31,14 @@ import numpy as np
 from moe_lightning.arrays import BoolArray, IntArray
 
 
-class SnapshotKind(StrEnum):
-    """Kind of a snapshot in memory."""
+class Origin(IntEnum):
+    """Source of a unit of state, in the order of preference."""
 
-    ARENA = "arena"  # its own, on its node
-    COPY = "copy"  # kept by another rank (ARC)
-    PARITY = "parity"  # of its sharding group, from which it can be computed (AEC)
+    LIVE = 0
+    ARENA = 1  # the writer's own snapshot, on its node
+    COPY = 2  # of a snapshot, kept by another rank (ARC)
+    PARITY = 3  # of the writer's sharding group, from which its snapshot can be computed (AEC)
+    STORAGE = 4
 
 
 class HeldExpert(NamedTuple):
@@ -54,41 +56,41 @@ class SnapshotInventory:
     """A whole snapshot of one writer, or one of the parities from which it can be computed.
 
     Attributes:
-        kind: whose it is, or a parity.
+        kind: ARENA, COPY or PARITY.
         writer: rank in the world of `session` whose state it is.
         session: start of the run; later ones are larger as strings.
         step: the step after which it was taken.
         world_size: writers that together make a whole version.
+        resumes_at: the step that training goes on from after a restore: `step`, or the first one of a window.
         experts: of the writer's snapshot.
-        first: the step from which a restore runs the steps up to `step` again; -1: it needs none of them.
         holder: the member of the sharding group that keeps this parity; -1 for the other kinds.
         members: writers of the sharding group of a parity, in its order.
     """
 
-    kind: SnapshotKind
+    kind: Origin
     writer: int
     session: str
     step: int
+    resumes_at: int
     world_size: int
     experts: tuple[HeldExpert, ...] = ()
-    first: int = -1
     holder: int = -1
     members: tuple[int, ...] = ()
 
     @property
-    def resumes_at(self) -> int:
-        """The step that training goes on from after a restore."""
-        return self.step if self.first < 0 else self.first
+    def place(self) -> SnapshotPlace:
+        return self.kind.name.lower(), self.writer, self.step
 
-    @property
-    def place(self) -> tuple[SnapshotKind, int, int]:
-        """(kind, writer, step): names a snapshot of a session on a node."""
-        return self.kind, self.writer, self.step
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        kind, experts = SnapshotKind(data["kind"]), tuple(HeldExpert(*row) for row in data["experts"])
-        return cls(**{**data, "kind": kind, "experts": experts, "members": tuple(data["members"])})
+SnapshotPlace = tuple[str, int, int]
+"""(kind, writer, step): names a snapshot of a session on a node."""
+
+
+def _as_tuples(value: Any) -> Any:
+    """JSON with tuples in the place of lists."""
+    if isinstance(value, dict):
+        return {name: _as_tuples(entry) for name, entry in value.items()}
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,26 +99,21 @@ class StorageInventory:
 
     Attributes:
         session, step: of its commit.
+        resumes_at: as of a snapshot.
         versions: version of every expert, [L][E].
-        first: as of a snapshot.
     """
 
     session: str
     step: int
+    resumes_at: int
     versions: tuple[tuple[int, ...], ...]
-    first: int = -1
-
-    @property
-    def resumes_at(self) -> int:
-        """The step that training goes on from after a restore."""
-        return self.step if self.first < 0 else self.first
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "versions": tuple(tuple(row) for row in data["versions"])})
+        return cls(**_as_tuples(data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +153,9 @@ class RankInventory:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        names = ("sharded_dense", "owned_dense", "replayed_dense")
-        return cls(
-            **{
-                **data,
-                **{name: tuple(data[name]) for name in names},
-                "experts": tuple((int(layer), int(expert)) for layer, expert in data["experts"]),
-                "snapshots": tuple(SnapshotInventory.from_json(item) for item in data["snapshots"]),
-            }
-        )
+        values = _as_tuples(data)
+        snapshots = (SnapshotInventory(**{**item, "kind": Origin(item["kind"])}) for item in values["snapshots"])
+        return cls(**{**values, "snapshots": tuple(snapshots)})
 
 
 def without_snapshots(
@@ -186,16 +177,6 @@ Expert = tuple[int, int]
 
 Point = tuple[str, int]
 """(session, step)"""
-
-
-class Origin(IntEnum):
-    """Source of a unit of state, in the order of preference."""
-
-    LIVE = 0
-    ARENA = 1
-    COPY = 2
-    PARITY = 3
-    STORAGE = 4
 
 
 _LABELS = {
@@ -394,10 +375,10 @@ class _Search:
         for inventory in inventories:
             for snapshot in inventory.snapshots:
                 key = (snapshot.session, snapshot.step, snapshot.writer)
-                if snapshot.kind is SnapshotKind.PARITY:
+                if snapshot.kind is Origin.PARITY:
                     self._parity[key].setdefault(snapshot.holder, (inventory.node, snapshot))
                 else:
-                    self._whole[key].append((Origin[snapshot.kind.name], inventory.node, snapshot))
+                    self._whole[key].append((snapshot.kind, inventory.node, snapshot))
         for found in self._whole.values():
             found.sort(key=lambda item: item[:2])
         top = max((i.live_version for i in inventories), default=-1)

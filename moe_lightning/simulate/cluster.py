@@ -27,7 +27,6 @@ from moe_lightning.checkpoint.recovery_plan import (
     RankInventory,
     RecoveryPlan,
     SnapshotInventory,
-    SnapshotKind,
     StorageInventory,
 )
 from moe_lightning.checkpoint.selection import (
@@ -166,32 +165,33 @@ class HeldSnapshot:
         experts = self.experts_by_writer()
         found: dict[int, list[SnapshotInventory]] = defaultdict(list)
 
-        def keep(kind: SnapshotKind, on: int, writer: int, members: tuple[int, ...] = ()) -> None:
+        def keep(kind: Origin, on: int, writer: int, members: tuple[int, ...] = ()) -> None:
             if self.nodes[on] not in self.lost:
                 part = SnapshotInventory(
                     kind=kind,
                     writer=writer,
                     session=SESSION,
                     step=self.mark.step,
+                    resumes_at=self.mark.step,
                     world_size=len(self.nodes),
                     experts=experts.get(writer, ()),
-                    holder=on if kind is SnapshotKind.PARITY else -1,
+                    holder=on if kind is Origin.PARITY else -1,
                     members=members,
                 )
                 found[self.nodes[on]].append(part)
 
         for writer in range(len(self.nodes)):
-            keep(SnapshotKind.ARENA, writer, writer)
+            keep(Origin.ARENA, writer, writer)
         if protected:
             layout = policy.layout_of(len(self.nodes))
             for writer, holders in enumerate(layout.holders):
                 for holder in holders:
-                    keep(SnapshotKind.COPY, holder, writer)
+                    keep(Origin.COPY, holder, writer)
             for group in layout.groups:
                 for holder in group:
                     for writer in group:
                         if writer != holder:
-                            keep(SnapshotKind.PARITY, holder, writer, group)
+                            keep(Origin.PARITY, holder, writer, group)
         return found
 
 
@@ -362,7 +362,9 @@ class SavedState:
     def on_storage(self) -> StorageInventory:
         """The newest written checkpoint; at the start the initial state, which anybody can make."""
         versions = tuple(tuple(int(version) for version in row) for row in self._storage_versions)
-        return StorageInventory(session=SESSION, step=self.storage.step, versions=versions)
+        return StorageInventory(
+            session=SESSION, step=self.storage.step, resumes_at=self.storage.step, versions=versions
+        )
 
     def restore(self, plan: RecoveryPlan, now: Mark) -> Mark:
         """Book what a recovery loses; the mark at which training goes on."""

@@ -304,7 +304,7 @@ def second_session(rank: int, world_size: int, base: str, finish: int) -> list[s
         protector.finish()
     all_gather_json(0, world)
     protector.close()
-    return sorted({s.session for s in local_inventory(arenas, RUN) if s.kind == "parity"})
+    return sorted({s.session for s in local_inventory(arenas, RUN) if s.kind is Origin.PARITY})
 
 
 def test_the_former_sessions_protection_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def growing(rank: int, world_size: int, base: str) -> list[int]:
         assert protector.start(step)
         report = protector.finish()
         assert (report.sent_bytes > 400_000) == (size == 100_000)
-    steps = [s.step for s in local_inventory(arenas, RUN) if s.kind == "copy"]
+    steps = [s.step for s in local_inventory(arenas, RUN) if s.kind is Origin.COPY]
     protector.close()
     return steps
 

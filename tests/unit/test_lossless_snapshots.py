@@ -21,9 +21,9 @@ from moe_lightning.checkpoint.loader import Checkpoint, find_usable
 from moe_lightning.checkpoint.manifest import Manifest, check_coverage
 from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,
+    Origin,
     RankInventory,
     SnapshotInventory,
-    SnapshotKind,
     StorageInventory,
     plan_recovery,
 )
@@ -254,11 +254,11 @@ def inventories(*steps: tuple[int, int], live: int = -1) -> list[RankInventory]:
     """One rank whose node holds windows, (first, last) step each, of two experts."""
     snapshots = [
         SnapshotInventory(
-            kind=SnapshotKind.ARENA,
+            kind=Origin.ARENA,
             writer=0,
             session="1",
             step=last,
-            first=first,
+            resumes_at=first,
             world_size=1,
             experts=(HeldExpert(0, 0, first, first), HeldExpert(0, 1, last, last)),
         )
@@ -289,6 +289,6 @@ def test_a_shard_that_is_lost_does_not_come_from_the_first_step_of_a_window() ->
 
 
 def test_a_window_on_storage_loses_nothing() -> None:
-    stored = StorageInventory(session="1", step=7, first=5, versions=((5, 7),))
+    stored = StorageInventory(session="1", step=7, resumes_at=5, versions=((5, 7),))
     plan = plan_recovery(inventories((2, 4)), stored, num_layers=1, num_experts=2)
     assert (plan.level, plan.version, plan.resumes_at, plan.stale) == ("storage", 7, 5, {})

@@ -24,7 +24,9 @@ def recover(arenas: Path, storage: Checkpoint | None) -> tuple[RecoveryPlan, Mem
     committed = None
     if storage is not None:
         versions = tuple(tuple(row) for row in storage.expert_versions().tolist())
-        committed = StorageInventory(session=storage.manifest.session, step=storage.step, versions=versions)
+        committed = StorageInventory(
+            session=storage.manifest.session, step=storage.step, resumes_at=storage.step, versions=versions
+        )
     plan = plan_recovery([inventory], committed, num_layers=LAYERS, num_experts=EXPERTS)
     return plan, fetch(plan, World.single(), arenas, ALL, storage=storage)
 
@@ -128,5 +130,5 @@ def test_what_is_no_arena_or_of_another_run_is_passed_over(tmp_path: Path) -> No
         made.snapshot(1)
         (made.arenas / "rank00007.arena").write_bytes(b"x")
         (made.arenas / "held00000-00001.1.copy").write_bytes(b"")
-        assert [(s.kind, s.writer) for s in local_inventory(made.arenas, "run")] == [("arena", 0)]
+        assert [s.place for s in local_inventory(made.arenas, "run")] == [("arena", 0, 1)]
         assert local_inventory(made.arenas, "another") == []

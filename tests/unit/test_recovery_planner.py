@@ -29,7 +29,6 @@ from moe_lightning.checkpoint.recovery_plan import (
     RankInventory,
     RecoveryPlan,
     SnapshotInventory,
-    SnapshotKind,
     StorageInventory,
     plan_recovery,
     without_snapshots,
@@ -100,7 +99,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         step = draw(st.sampled_from(steps or [3]))
         table = draw(st.lists(st.sampled_from([step, max(0, step - 2)]), min_size=experts, max_size=experts))
         storage = StorageInventory(
-            session=draw(st.sampled_from(["0", "1"])), step=step, versions=(tuple(table),) * layers
+            session=draw(st.sampled_from(["0", "1"])), step=step, resumes_at=step, versions=(tuple(table),) * layers
         )
     return Scene(
         held=held,
@@ -133,7 +132,13 @@ def entry(scene: Scene, kind: str, writer: int, step: int) -> SnapshotInventory:
     versions = scene.snapshots[step]
     experts = tuple(HeldExpert(la, e, int(versions[la, e]), int(versions[la, e])) for la, e in mine)
     return SnapshotInventory(
-        kind=SnapshotKind(kind), writer=writer, session="1", step=step, world_size=scene.num_nodes, experts=experts
+        kind=Origin[kind.upper()],
+        writer=writer,
+        session="1",
+        step=step,
+        resumes_at=step,
+        world_size=scene.num_nodes,
+        experts=experts,
     )
 
 
@@ -280,7 +285,7 @@ def snapshot(
 ) -> SnapshotInventory:
     """Snapshot of experts of layer 0, each an (expert, version)."""
     return SnapshotInventory(
-        kind=SnapshotKind(kind), writer=writer, session=session, step=step, world_size=world_size,
+        kind=Origin[kind.upper()], writer=writer, session=session, step=step, resumes_at=step, world_size=world_size,
         experts=tuple(HeldExpert(0, expert, version, version) for expert, version in experts),
     )  # fmt: skip
 
@@ -341,8 +346,8 @@ def test_a_lost_optimizer_shard_comes_from_its_replay_or_rolls_everybody_back() 
 def test_partly_copied_experts_are_not_newer_than_the_version() -> None:
     """An expert whose weights are of step 6 and whose moments are of step 4 is neither."""
     mixed = replace(snapshot(6), experts=(HeldExpert(0, 0, 4, 6), HeldExpert(0, 1, 6, 6)))
-    old = replace(mixed, step=5, experts=(HeldExpert(0, 0, 3, 3), HeldExpert(0, 1, 5, 5)))
-    storage = StorageInventory(session="1", step=5, versions=((2, 2),))
+    old = replace(mixed, step=5, resumes_at=5, experts=(HeldExpert(0, 0, 3, 3), HeldExpert(0, 1, 5, 5)))
+    storage = StorageInventory(session="1", step=5, resumes_at=5, versions=((2, 2),))
     plan = plan_for(replace(survivor(0), snapshots=(mixed, old)), storage=storage)
     assert (plan.version, plan.versions.tolist()) == (6, [[4, 6]])
     plan = plan_for(replace(survivor(0), snapshots=(replace(mixed, step=6, world_size=2), old)), storage=storage)
@@ -362,7 +367,7 @@ def test_a_later_session_wins_over_a_later_step() -> None:
 def test_parities_are_of_no_use_without_the_other_shards() -> None:
     """Member 2 of three is lost; member 1 has its parity, but its own snapshot is damaged."""
     member = snapshot(4, world_size=3)
-    parity = replace(member, kind=SnapshotKind.PARITY, writer=2, members=(0, 1, 2), experts=(HeldExpert(0, 1, 4, 4),))
+    parity = replace(member, kind=Origin.PARITY, writer=2, members=(0, 1, 2), experts=(HeldExpert(0, 1, 4, 4),))
     first = survivor(0, snapshots=(replace(member, experts=(HeldExpert(0, 0, 4, 4),)), replace(parity, holder=0)))
     second = survivor(1, snapshots=(replace(member, writer=1), replace(parity, holder=1)))
     plan = plan_for(first, second)
@@ -370,7 +375,7 @@ def test_parities_are_of_no_use_without_the_other_shards() -> None:
     assert plan.decodes[0].assembler == 0
     assert plan_for(*without_snapshots([first, second], {("1", "arena", 1, 4)})).level == "nothing"
     assert plan_for(*without_snapshots([first, second], {("1", "parity", 2, 4)})).level == "nothing"
-    storage = StorageInventory(session="1", step=5, versions=((2, 2),))
+    storage = StorageInventory(session="1", step=5, resumes_at=5, versions=((2, 2),))
     assert plan_for(first, second, storage=storage).versions.tolist() == [[4, 4]]
     damaged = without_snapshots([first, second], {("1", "arena", 1, 4)})
     assert plan_for(*damaged, storage=storage).versions.tolist() == [[4, 2]]
@@ -378,7 +383,7 @@ def test_parities_are_of_no_use_without_the_other_shards() -> None:
 
 def test_a_snapshot_that_was_computed_wrong_is_not_planned_again() -> None:
     member = snapshot(4, world_size=3)
-    parity = replace(member, kind=SnapshotKind.PARITY, writer=2, members=(0, 1, 2))
+    parity = replace(member, kind=Origin.PARITY, writer=2, members=(0, 1, 2))
     ranks = [survivor(rank, snapshots=(replace(parity, holder=rank),)) for rank in (0, 1)]
     assert [rank.snapshots for rank in without_snapshots(ranks, {("", "parity", 2, 4)})] == [(), ()]
 
@@ -449,7 +454,7 @@ def test_inventories_survive_the_journey(scene: Scene) -> None:
 def test_the_sentence_for_the_console() -> None:
     held = tuple((0, e) for e in range(14))
     inventory = survivor(0, live_version=9, experts=held, snapshots=(snapshot(9, (14, 9), (15, 9)),))
-    storage = StorageInventory(session="0", step=3, versions=((3,) * 17,))
+    storage = StorageInventory(session="0", step=3, resumes_at=3, versions=((3,) * 17,))
     plan = plan_recovery([inventory], storage, num_layers=1, num_experts=17)
     assert plan.level == "storage", "a whole version, though older, before a stale expert"
     fresh = replace(inventory, experts=(*held, (0, 16)))
