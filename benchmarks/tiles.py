@@ -109,4 +109,4 @@ def _seconds(rows: int, tiles: Mapping[str, tile_table.Tile]) -> float:
     counts = torch.full((_SLOTS,), rows, device=device)
     with tile_table.forced(tiles):
         cut = triton_matmul.cut(counts, len(x), x)
-        return timed(lambda: triton_matmul.grouped_mm(x, weight, cut, None, 1))
+        return timed(lambda: triton_matmul.grouped_mm(x, weight, cut))

@@ -125,6 +125,8 @@ class RouterKernels(Protocol):
 
 
 class RowKernels(Protocol):
+    """Movement of rows and bytes, sums and noise by element."""
+
     def gather(self, x_TD: Tensor, index_M: Tensor, divisor: int) -> Tensor:
         """[M, D]: x[index // divisor]."""
 
@@ -137,6 +139,13 @@ class RowKernels(Protocol):
         """The gradients of `combine`: rows [M, D] = weights[order] * grad[order // K], and, where rows are given, the
         row-wise products [M] = grad[order // K] . rows in fp32."""
 
+    def dropout(self, x_MD: Tensor, p: float, draw: Draw) -> Tensor:
+        """[M, D]: 0 where the number of an element is below p, else x / (1 - p)."""
+
+    def xor(self, buffers: Sequence[Tensor], out: Tensor) -> None: ...
+
+    def sum_in_rank_order(self, parts_NL: Tensor, out_L: Tensor) -> None: ...
+
 
 class MatmulKernels(Protocol):
     def cut(self, tokens_S: Tensor, num_rows: int, x: Tensor) -> Any:
@@ -146,11 +155,10 @@ class MatmulKernels(Protocol):
             x: of the dtype and on the device of the operands.
         """
 
-    def grouped_mm(self, x_MD: Tensor, weight_SDF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
-        """[M, F]: x @ weight[slot of the row]; rows past the sum are zero. With gather_M the rows are
-        x[gather // divisor]."""
+    def grouped_mm(self, x_MD: Tensor, weight_SDF: Tensor, cut: Any) -> Tensor:
+        """[M, F]: x @ weight[slot of the row]; rows past the sum are zero."""
 
-    def grouped_wgrad(self, x_MD: Tensor, grad_MF: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
+    def grouped_wgrad(self, x_MD: Tensor, grad_MF: Tensor, cut: Any) -> Tensor:
         """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
 
 
@@ -168,13 +176,16 @@ class HiddenGradients(NamedTuple):
     products_CA: Tensor | None
 
 
-class FusedKernels(Protocol):
-    """Matmuls with the activation behind them, for devices where a kernel of its own would cost a pass over memory."""
+class FusedKernels(MatmulKernels, Protocol):
+    """Matmuls with the activation behind them, for devices where a kernel of its own would cost a pass over memory.
+
+    With gather_M the rows of `x`, or of a gradient, are those of tokens: x[gather // divisor].
+    """
 
     def up_and_activation(
         self, x: Tensor, up_SDH: Tensor, cut: Any, gather_M: Tensor | None, divisor: int, kind: str
     ) -> tuple[Tensor, Tensor]:
-        """h [M, H] = x @ up[slot of the row], and its activation [M, F]; with gather_M as in `grouped_mm`."""
+        """h [M, H] = x @ up[slot of the row], and its activation [M, F]."""
 
     def down_gradient(
         self,
@@ -193,10 +204,13 @@ class FusedKernels(Protocol):
                 what.
         """
 
+    def up_wgrad(self, x: Tensor, grad_MH: Tensor, cut: Any, gather_M: Tensor | None, divisor: int) -> Tensor:
+        """[S, D, H]: x^T @ grad over the rows of each slot."""
+
     def down_wgrad(
         self, activation_MF: Tensor, grad: Tensor, cut: Any, gather_M: Tensor | None, divisor: int
     ) -> Tensor:
-        """[S, F, D]: activation^T @ grad over the rows of each slot; with gather_M the gradient is by tokens."""
+        """[S, F, D]: activation^T @ grad over the rows of each slot."""
 
 
 class ActivationKernels(Protocol):
@@ -268,14 +282,3 @@ class Draw(NamedTuple):
     here: int
     parts: int
     part: int
-
-
-class StreamKernels(Protocol):
-    def dropout(self, x_MD: Tensor, p: float, draw: Draw) -> Tensor:
-        """[M, D]: 0 where the number of an element is below p, else x / (1 - p)."""
-
-
-class ByteKernels(Protocol):
-    def xor(self, buffers: Sequence[Tensor], out: Tensor) -> None: ...
-
-    def sum_in_rank_order(self, parts_NL: Tensor, out_L: Tensor) -> None: ...

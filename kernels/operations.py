@@ -28,7 +28,6 @@ from moe_lightning.kernels.interface import (
     ACTIVATIONS,
     GATED,
     ActivationKernels,
-    ByteKernels,
     Choice,
     Draw,
     ExpertSort,
@@ -41,7 +40,6 @@ from moe_lightning.kernels.interface import (
     RoutingKernels,
     RowKernels,
     Runs,
-    StreamKernels,
 )
 from moe_lightning.kernels.torch_kernels import empty, upload
 
@@ -63,9 +61,7 @@ class Implementation:
     rows: RowKernels
     matmul: MatmulKernels
     activation: ActivationKernels
-    bytes: ByteKernels
     plan: PlanKernels
-    stream: StreamKernels
     fused: FusedKernels | None = None
     router: RouterKernels | None = None
 
@@ -75,9 +71,7 @@ _TORCH = Implementation(
     rows=torch_kernels,
     matmul=torch_kernels,
     activation=torch_kernels,
-    bytes=torch_kernels,
     plan=torch_kernels,
-    stream=torch_kernels,
 )
 
 
@@ -159,9 +153,7 @@ def _load_triton(device_type: str) -> Implementation:
         rows=rows,
         matmul=matmul,
         activation=activation,
-        bytes=rows,
         plan=plan,
-        stream=rows,
         fused=matmul,
         router=router,
     )
@@ -549,94 +541,67 @@ def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor) -> Tensor:
 
 
 class _GroupedMM(torch.autograd.Function):
-    """x @ w by slot; where `order` is given, x is still in token order and the gather happens in the load."""
-
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight_SDF: Tensor,
-        tokens_S: Tensor,
-        order_M: Tensor | None,
-        inverse_TK: Tensor | None,
-        kernels: tuple[MatmulKernels, RowKernels],
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight_SDF, order_M, inverse_TK)
-        ctx.kernels = kernels
-        ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
-        ctx.cut = kernels[0].cut(tokens_S, len(x) if order_M is None else len(order_M), x)
-        return kernels[0].grouped_mm(x, weight_SDF, ctx.cut, order_M, ctx.divisor)
+    def forward(ctx: Any, x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, kernels: MatmulKernels) -> Tensor:
+        ctx.save_for_backward(x_MD, weight_SDF)
+        ctx.kernels, ctx.cut = kernels, kernels.cut(tokens_S, len(x_MD), x_MD)
+        return kernels.grouped_mm(x_MD, weight_SDF, ctx.cut)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> _Grads:
         _require_first_derivative()
-        x, weight_SDF, order_M, inverse_TK = ctx.saved_tensors
-        matmul, rows = ctx.kernels
+        x_MD, weight_SDF = ctx.saved_tensors
         grad_MF = grads[0].contiguous()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = matmul.grouped_mm(grad_MF, weight_SDF.transpose(1, 2), ctx.cut, None, 1)
-            if inverse_TK is not None:
-                grad_x = rows.combine(grad_x, inverse_TK, None)
+            grad_x = ctx.kernels.grouped_mm(grad_MF, weight_SDF.transpose(1, 2), ctx.cut)
         if ctx.needs_input_grad[1]:
-            grad_weight = matmul.grouped_wgrad(x, grad_MF, ctx.cut, order_M, ctx.divisor)
-        return grad_x, grad_weight, None, None, None, None
+            grad_weight = ctx.kernels.grouped_wgrad(x_MD, grad_MF, ctx.cut)
+        return grad_x, grad_weight, None, None
 
 
-def grouped_mm(
-    x: Tensor,
-    weight_SDF: Tensor,
-    tokens_per_slot_S: Tensor | Sequence[int],
-    *,
-    order_M: Tensor | None = None,
-    inverse_TK: Tensor | None = None,
-) -> Tensor:
+def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_per_slot_S: Tensor | Sequence[int]) -> Tensor:
     """Each row times the weight of its slot: [M, F], accumulated in fp32, in the dtype of x or of autocast.
 
     Rows past the sum of `tokens_per_slot_S` get zeros and have no gradient; a slot without rows gets a zero gradient.
 
     Args:
-        x: floats [M, D], sorted by slot; or tokens [T, D] where `order_M` and `inverse_TK` (from `sort_by_expert`) are
-            given: then the result is that of `grouped_mm(permute(x, order_M, inverse_TK), ...)`, without that copy.
+        x_MD: floats [M, D], sorted by slot.
         weight_SDF: [S, D, F] in the dtype of x.
         tokens_per_slot_S: int64 [S] on the host or the device (no host synchronisation on a GPU), or plain integers.
             The sum must not exceed M (checked where the counts are on the host).
     """
-    _check("x", x, 2)
-    _check("weight", weight_SDF, 3, x.device)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight_SDF = x.to(dtype), weight_SDF.to(dtype)
-    if weight_SDF.dtype != x.dtype:
-        raise ConfigurationError(f"weight is {weight_SDF.dtype}, but x is {x.dtype}: use one dtype, or autocast")
+    _check("x", x_MD, 2)
+    _check("weight", weight_SDF, 3, x_MD.device)
+    if torch.is_autocast_enabled(x_MD.device.type):
+        dtype = torch.get_autocast_dtype(x_MD.device.type)
+        x_MD, weight_SDF = x_MD.to(dtype), weight_SDF.to(dtype)
+    if weight_SDF.dtype != x_MD.dtype:
+        raise ConfigurationError(f"weight is {weight_SDF.dtype}, but x is {x_MD.dtype}: use one dtype, or autocast")
     num_slots, width, _ = weight_SDF.shape
-    if x.shape[1] != width:
-        raise ConfigurationError(f"x has {x.shape[1]} columns, but weight expects {width}")
+    if x_MD.shape[1] != width:
+        raise ConfigurationError(f"x has {x_MD.shape[1]} columns, but weight expects {width}")
+    tokens_S = _checked_counts(tokens_per_slot_S, num_slots)
+    if tokens_S.device.type == "cpu":
+        total = int(tokens_S.sum())
+        if total > len(x_MD) or (num_slots and int(tokens_S.min()) < 0):
+            raise ConfigurationError(
+                f"tokens_per_slot sum to {total}, but x holds {len(x_MD)} rows and counts are at least 0"
+            )
+    impl = implementation(x_MD.device, x_MD.dtype)
+    if impl is None:
+        return reference.grouped_mm(x_MD, weight_SDF, tokens_S.tolist())
+    return _apply(_GroupedMM, x_MD.contiguous(), weight_SDF, tokens_S, impl.matmul)
+
+
+def _checked_counts(tokens_per_slot_S: Tensor | Sequence[int], num_slots: int) -> Tensor:
     tokens_S = torch.as_tensor(tokens_per_slot_S)
     if not len(tokens_S):
         tokens_S = tokens_S.long()
     _check("tokens_per_slot", tokens_S, 1, dtypes=_IDS)
     if len(tokens_S) != num_slots:
         raise ConfigurationError(f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {num_slots}")
-    if (order_M is None) != (inverse_TK is None):
-        raise ConfigurationError("order and inverse belong together: give both or neither")
-    num_rows = len(x)
-    if order_M is not None and inverse_TK is not None:
-        _check_order(order_M, inverse_TK, x.device)
-        if len(inverse_TK) != len(x):
-            raise ConfigurationError(f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x)}")
-        num_rows, order_M, inverse_TK = len(order_M), order_M.contiguous(), inverse_TK.contiguous()
-    if tokens_S.device.type == "cpu":
-        total = int(tokens_S.sum())
-        if total > num_rows or (num_slots and int(tokens_S.min()) < 0):
-            raise ConfigurationError(
-                f"tokens_per_slot sum to {total}, but x holds {num_rows} rows and counts are at least 0"
-            )
-    impl = implementation(x.device, x.dtype)
-    if impl is None:
-        rows = x if order_M is None or inverse_TK is None else reference.permute(x, order_M, inverse_TK)
-        return reference.grouped_mm(rows, weight_SDF, tokens_S.tolist())
-    return _apply(_GroupedMM, x.contiguous(), weight_SDF, tokens_S, order_M, inverse_TK, (impl.matmul, impl.rows))
+    return tokens_S
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -655,33 +620,33 @@ class _ExpertMLP(torch.autograd.Function):
         order_M: Tensor | None,
         inverse_TK: Tensor | None,
         weights_TK: Tensor | None,
-        kernels: tuple[MatmulKernels, FusedKernels, RowKernels],
+        kernels: tuple[FusedKernels, RowKernels],
     ) -> Tensor:
-        matmul, fused, rows = kernels
+        fused, rows = kernels
         ctx.kernels, ctx.kind = kernels, kind
         ctx.divisor = 1 if inverse_TK is None else inverse_TK.shape[1]
-        ctx.cut = matmul.cut(tokens_S, len(x) if order_M is None else len(order_M), x)
+        ctx.cut = fused.cut(tokens_S, len(x) if order_M is None else len(order_M), x)
         h_MH, activation_MF = fused.up_and_activation(x, up_SDH, ctx.cut, order_M, ctx.divisor, kind)
         ctx.save_for_backward(x, up_SDH, down_SFD, order_M, inverse_TK, weights_TK, h_MH)
-        y_MD = matmul.grouped_mm(activation_MF, down_SFD, ctx.cut, None, 1)
+        y_MD = fused.grouped_mm(activation_MF, down_SFD, ctx.cut)
         return y_MD if inverse_TK is None else rows.combine(y_MD, inverse_TK, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> _Grads:
         _require_first_derivative()
         x, up_SDH, down_SFD, order_M, inverse_TK, weights_TK, h_MH = ctx.saved_tensors
-        matmul, fused, rows = ctx.kernels
+        fused, rows = ctx.kernels
         grad = grads[0].contiguous()
         hidden = fused.down_gradient(grad, down_SFD, ctx.cut, h_MH, ctx.kind, order_M, weights_TK)
         grad_x = grad_up = grad_down = grad_weights = None
         if ctx.needs_input_grad[2]:
             grad_down = fused.down_wgrad(hidden.activation_MF, grad, ctx.cut, order_M, ctx.divisor)
         if ctx.needs_input_grad[0]:
-            grad_x = matmul.grouped_mm(hidden.h_MH, up_SDH.transpose(1, 2), ctx.cut, None, 1)
+            grad_x = fused.grouped_mm(hidden.h_MH, up_SDH.transpose(1, 2), ctx.cut)
             if inverse_TK is not None:
                 grad_x = rows.combine(grad_x, inverse_TK, None)
         if ctx.needs_input_grad[1]:
-            grad_up = matmul.grouped_wgrad(x, hidden.h_MH, ctx.cut, order_M, ctx.divisor)
+            grad_up = fused.up_wgrad(x, hidden.h_MH, ctx.cut, order_M, ctx.divisor)
         if ctx.needs_input_grad[7]:
             grad_weights = hidden.products_CA.sum(0).view(weights_TK.shape).to(weights_TK.dtype)
         return grad_x, grad_up, grad_down, None, None, None, None, grad_weights, None
@@ -705,7 +670,8 @@ def expert_mlp(
         up_SDH, down_SFD: weights in the dtype of x; H = 2F where the kind is gated.
         tokens_per_slot_S: as for `grouped_mm`.
         kind: of the activation.
-        sort: which rows the tokens have; then rows are gathered in the load, and weighed and summed behind.
+        sort: which rows the tokens have; then rows are gathered first, in the load where fused, and weighed and summed
+            behind.
         weights_TK: floats [T, K], with `sort`; differentiable.
 
     Returns:
@@ -713,21 +679,23 @@ def expert_mlp(
     """
     if (sort is None) != (weights_TK is None):
         raise ConfigurationError("sort and weights belong together: give both or neither")
-    order_M, inverse_TK = (None, None) if sort is None else (sort.order_M, sort.inverse_TK)
     impl = implementation(x.device, x.dtype)
     if impl is None or impl.fused is None:
-        h_MH = grouped_mm(x, up_SDH, tokens_per_slot_S, order_M=order_M, inverse_TK=inverse_TK)
+        x_MD = x if sort is None else permute(x, sort.order_M, sort.inverse_TK)
+        h_MH = grouped_mm(x_MD, up_SDH, tokens_per_slot_S)
         y_MD = grouped_mm(expert_activation(h_MH, kind), down_SFD, tokens_per_slot_S)
         return y_MD if sort is None else unpermute(y_MD, sort.inverse_TK, sort.order_M, weights_TK)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, up_SDH, down_SFD = x.to(dtype), up_SDH.to(dtype), down_SFD.to(dtype)
-    tokens_S = _checked_experts(x, up_SDH, down_SFD, tokens_per_slot_S, kind)
+    _check_experts(x, up_SDH, down_SFD, kind)
+    tokens_S = _checked_counts(tokens_per_slot_S, len(up_SDH))
+    order_M, inverse_TK = (None, None) if sort is None else (sort.order_M, sort.inverse_TK)
     if weights_TK is not None:
         weights_TK = weights_TK.contiguous()
     return _apply(
         _ExpertMLP, x.contiguous(), up_SDH, down_SFD, tokens_S, kind, order_M, inverse_TK, weights_TK,
-        (impl.matmul, impl.fused, impl.rows),
+        (impl.fused, impl.rows),
     )  # fmt: skip
 
 
@@ -737,9 +705,7 @@ def fuses_experts(x: Tensor) -> bool:
     return impl is not None and impl.fused is not None
 
 
-def _checked_experts(
-    x: Tensor, up_SDH: Tensor, down_SFD: Tensor, tokens_per_slot_S: Tensor | Sequence[int], kind: str
-) -> Tensor:
+def _check_experts(x: Tensor, up_SDH: Tensor, down_SFD: Tensor, kind: str) -> None:
     _check("x", x, 2)
     _check("up", up_SDH, 3)
     _check("down", down_SFD, 3)
@@ -756,11 +722,6 @@ def _checked_experts(
         _check_device(name, weight, x.device)
         if weight.dtype != x.dtype:
             raise ConfigurationError(f"{name} is {weight.dtype}, but x is {x.dtype}: use one dtype, or autocast")
-    tokens_S = torch.as_tensor(tokens_per_slot_S)
-    _check("tokens_per_slot", tokens_S, 1, dtypes=_IDS)
-    if len(tokens_S) != slots:
-        raise ConfigurationError(f"tokens_per_slot counts {len(tokens_S)} slots, but weight has {slots}")
-    return tokens_S
 
 
 class _ExpertActivation(torch.autograd.Function):
@@ -865,7 +826,7 @@ class _KeyedDropout(torch.autograd.Function):
     """Keeps nothing but the key: the backward draws the same numbers again."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, p: float, draw: Draw, kernels: StreamKernels) -> Tensor:
+    def forward(ctx: Any, x_MD: Tensor, p: float, draw: Draw, kernels: RowKernels) -> Tensor:
         ctx.drawn = p, draw, kernels
         return kernels.dropout(x_MD, p, draw)
 
@@ -886,9 +847,9 @@ def keyed_dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
     """
     _check("x", x_MD, 2)
     impl = implementation(x_MD.device, x_MD.dtype)
-    if impl is None or impl.stream is torch_kernels:
+    if impl is None or impl.rows is torch_kernels:
         return torch_kernels.dropout(x_MD, p, draw)
-    return _apply(_KeyedDropout, x_MD.contiguous(), p, draw, impl.stream)
+    return _apply(_KeyedDropout, x_MD.contiguous(), p, draw, impl.rows)
 
 
 _ALIGNMENT = 64
@@ -944,7 +905,7 @@ def xor_parity(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     impl = implementation(device)
     if impl is None:
         return out.copy_(reference.xor_parity(parts))
-    impl.bytes.xor(parts, out)
+    impl.rows.xor(parts, out)
     return out
 
 
@@ -969,7 +930,7 @@ def sum_in_rank_order(parts_NL: Tensor, out: Tensor | None = None) -> Tensor:
     impl = implementation(parts_NL.device, parts_NL.dtype)
     if impl is None:
         return out.copy_(reference.sum_in_rank_order(parts_NL))
-    impl.bytes.sum_in_rank_order(parts_NL, out)
+    impl.rows.sum_in_rank_order(parts_NL, out)
     return out
 
 

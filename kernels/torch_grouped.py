@@ -19,25 +19,25 @@ def cut(tokens_S: Tensor, num_rows: int, x: Tensor) -> Tensor:
     return tokens_S
 
 
-def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
+def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor) -> Tensor:
     """[M, F]: x @ weight[slot]; rows past the sum of tokens are zero.
 
     Raises:
         ConfigurationError: rows that are no multiple of 16 bytes, or more of them than int32 counts.
     """
-    num_rows, width = len(x_MD) if gather_M is None else len(gather_M), weight_SDF.shape[2]
+    num_rows, width = len(x_MD), weight_SDF.shape[2]
     _require_whole_rows(x_MD.dtype, num_rows, x_MD.shape[1], width)
     if not (num_rows and len(tokens_S) and x_MD.shape[1] and width):
         return x_MD.new_zeros(num_rows, width)
     if 1 not in weight_SDF.stride()[1:]:
         weight_SDF = weight_SDF.contiguous()
     ends_S = _ends(tokens_S, x_MD)
-    out_MF = F.grouped_mm(_rows(x_MD, gather_M, divisor), weight_SDF, offs=ends_S)
+    out_MF = F.grouped_mm(x_MD, weight_SDF, offs=ends_S)
     tail_M = torch.arange(num_rows, device=x_MD.device) >= ends_S[-1]  # garbage; a mask needs no word of the device
     return out_MF.masked_fill_(tail_M.unsqueeze(1), 0)
 
 
-def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
+def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor) -> Tensor:
     """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot.
 
     Raises:
@@ -47,7 +47,7 @@ def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Ten
     _require_whole_rows(x_MD.dtype, num_rows, x_MD.shape[1], width)
     if not (num_rows and len(tokens_S) and x_MD.shape[1] and width):
         return x_MD.new_zeros(len(tokens_S), x_MD.shape[1], width)
-    grad_SDF = F.grouped_mm(_rows(x_MD, gather_M, divisor).t(), grad_MF, offs=_ends(tokens_S, x_MD))
+    grad_SDF = F.grouped_mm(x_MD.t(), grad_MF, offs=_ends(tokens_S, x_MD))
     return grad_SDF.masked_fill_((tokens_S == 0).to(x_MD.device).view(-1, 1, 1), 0)
 
 
@@ -58,10 +58,6 @@ def takes(dtype: torch.dtype, *widths: int) -> bool:
 
 def _ends(tokens_S: Tensor, x_MD: Tensor) -> Tensor:
     return tokens_S.cumsum(0).to(device=x_MD.device, dtype=torch.int32)
-
-
-def _rows(x_MD: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
-    return x_MD if gather_M is None else x_MD.index_select(0, gather_M // divisor)
 
 
 def _require_whole_rows(dtype: torch.dtype, num_rows: int, *widths: int) -> None:

@@ -272,29 +272,28 @@ def cut(tokens_S: Tensor, num_rows: int, x: Tensor) -> Tensor:
     return tokens_S
 
 
-def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
+def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Tensor) -> Tensor:
     """[M, F]: x @ weight[slot]; rows past the sum of tokens are zero."""
     if _on_device(x_MD, weight_SDF.shape[2]):
-        return torch_grouped.grouped_mm(x_MD, weight_SDF, tokens_S, gather_M, divisor)
-    num_rows = len(x_MD) if gather_M is None else len(gather_M)
-    out_MF = empty((num_rows, weight_SDF.shape[2]), x_MD.dtype, x_MD.device)
+        return torch_grouped.grouped_mm(x_MD, weight_SDF, tokens_S)
+    out_MF = empty((len(x_MD), weight_SDF.shape[2]), x_MD.dtype, x_MD.device)
     stop = 0
     for slot, rows in _segments(tokens_S):
-        torch.mm(_rows(x_MD, rows, gather_M, divisor), weight_SDF[slot], out=out_MF[rows])
+        torch.mm(x_MD[rows], weight_SDF[slot], out=out_MF[rows])
         stop = rows.stop
     out_MF[stop:].zero_()
     return out_MF
 
 
-def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor, gather_M: Tensor | None, divisor: int) -> Tensor:
+def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, tokens_S: Tensor) -> Tensor:
     """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
     if _on_device(x_MD, grad_MF.shape[1]):
-        return torch_grouped.grouped_wgrad(x_MD, grad_MF, tokens_S, gather_M, divisor)
+        return torch_grouped.grouped_wgrad(x_MD, grad_MF, tokens_S)
     grad_SDF = empty((len(tokens_S), x_MD.shape[1], grad_MF.shape[1]), x_MD.dtype, x_MD.device)
     filled = 0
     for slot, rows in _segments(tokens_S):
         grad_SDF[filled:slot].zero_()
-        torch.mm(_rows(x_MD, rows, gather_M, divisor).t(), grad_MF[rows], out=grad_SDF[slot])
+        torch.mm(x_MD[rows].t(), grad_MF[rows], out=grad_SDF[slot])
         filled = slot + 1
     grad_SDF[filled:].zero_()
     return grad_SDF
@@ -307,10 +306,6 @@ def _segments(tokens_S: Tensor) -> Iterator[tuple[int, slice]]:
         if count:
             yield slot, slice(start, start + count)
             start += count
-
-
-def _rows(x_MD: Tensor, rows: slice, gather_M: Tensor | None, divisor: int) -> Tensor:
-    return x_MD[rows] if gather_M is None else x_MD.index_select(0, gather_M[rows] // divisor)
 
 
 def _on_device(x_MD: Tensor, width: int) -> bool:

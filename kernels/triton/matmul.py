@@ -97,9 +97,14 @@ def _steps(count, BLOCK_K: tl.constexpr):
     return tl.maximum(tl.cdiv(count, BLOCK_K), 1)
 
 
-def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, cut: RowTiles, gather_M: Tensor | None, divisor: int) -> Tensor:
+def grouped_wgrad(x_MD: Tensor, grad_MF: Tensor, cut: RowTiles) -> Tensor:
     """[S, D, F]: x^T @ grad over the rows of each slot; zero for an empty slot."""
-    return _wgrad(x_MD, grad_MF, cut, gather_M, divisor, gathers_grad=False)
+    return _wgrad(x_MD, grad_MF, cut, None, 1, gathers_grad=False)
+
+
+def up_wgrad(x: Tensor, grad_MH: Tensor, cut: RowTiles, gather_M: Tensor | None, divisor: int) -> Tensor:
+    """[S, D, H]: x^T @ grad, where x may be by tokens."""
+    return _wgrad(x, grad_MH, cut, gather_M, divisor, gathers_grad=False)
 
 
 def down_wgrad(activation_MF: Tensor, grad: Tensor, cut: RowTiles, gather_M: Tensor | None, divisor: int) -> Tensor:
@@ -126,8 +131,6 @@ def _wgrad(
     )  # fmt: skip
     return out_SDF
 
-
-__all__ = ["cut", "down_gradient", "down_wgrad", "grouped_mm", "grouped_wgrad", "up_and_activation"]
 
 _GROUP = 8
 _PIECE: tl.constexpr = tl.constexpr(8 if INTERPRETED else 32)
@@ -335,11 +338,10 @@ def cut(tokens_S: Tensor, num_rows: int, x: Tensor) -> RowTiles:
     return row_tiles(tokens_S.to(x.device), num_rows, _tiles(x, num_rows, len(tokens_S)))
 
 
-def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, cut: RowTiles, gather_M: Tensor | None, divisor: int) -> Tensor:
+def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, cut: RowTiles) -> Tensor:
     """[M, F]: x @ weight[slot]; rows past the sum of tokens are zero. Any strides of the weight."""
-    num_rows = len(x_MD) if gather_M is None else len(gather_M)
-    out_MF = x_MD.new_empty(num_rows, weight_SDF.shape[2])
-    rows_matmul(x_MD, weight_SDF, cut, gather_M, divisor, out_MF)
+    out_MF = x_MD.new_empty(len(x_MD), weight_SDF.shape[2])
+    rows_matmul(x_MD, weight_SDF, cut, None, 1, out_MF)
     return out_MF
 
 

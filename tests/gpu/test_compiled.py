@@ -62,11 +62,11 @@ def experts(gathers: bool, kind: str = "swiglu") -> None:
     up, down = half(EXPERTS, WIDTH, 2 * HIDDEN if kind == "swiglu" else HIDDEN), half(EXPERTS, HIDDEN, WIDTH)
     cut = room.cut(counts, TOKENS * TOP_K, x)
     h, activation = room.up_and_activation(x, up, cut, order, TOP_K, kind)
-    room.grouped_mm(activation, down, cut, None, 1)
+    room.grouped_mm(activation, down, cut)
     room.down_gradient(x, down, cut, h, kind, order, weights)
     room.down_wgrad(activation, x, cut, order, TOP_K)
-    room.grouped_mm(h, up.transpose(1, 2), cut, None, 1)
-    room.grouped_wgrad(x, h, cut, order, TOP_K)
+    room.grouped_mm(h, up.transpose(1, 2), cut)
+    room.up_wgrad(x, h, cut, order, TOP_K)
 
 
 def router(num_experts: int) -> None:
@@ -154,7 +154,7 @@ def test_few_rows_single_precision_and_odd_widths_fit(capability, compiler):
         (torch.empty(8192, WIDTH), torch.empty(EXPERTS, WIDTH, HIDDEN)),
         (half(8192, 1001), half(EXPERTS, 1001, 77)),
     ):
-        room.grouped_mm(x, weight, room.cut(counts, len(x), x), None, 1)
+        room.grouped_mm(x, weight, room.cut(counts, len(x), x))
     assert compiler.kernels
     for kernel in compiler.kernels:  # fp32 and odd widths take the paths that need not be fast, and may spill
         keeps_to_the_budget(kernel, capability, most_spilled=1024)

@@ -44,13 +44,6 @@ def test_a_layer_computes_what_the_reference_does(activation, bias):
     assert_equals_reference(compute, randn(33, 16), *parameters)
 
 
-def test_tokens_are_gathered():
-    sort = ops.sort_by_expert(torch.tensor([[0, 2], [2, -1], [1, 0]], device=DEVICE), 3)
-    gathers = {"order_M": sort.order_M, "inverse_TK": sort.inverse_TK}
-    x, weight = randn(3, 8), randn(3, 8, 16, seed=1)
-    assert_equals_reference(lambda x, w: ops.grouped_mm(x, w, sort.tokens_per_expert_E, **gathers), x, weight)
-
-
 def test_double_precision_goes_the_other_way():
     assert_equals_reference(lambda x, w: ops.grouped_mm(x, w, [2, 1]), randn(3, 5).double(), randn(2, 5, 3).double())
 

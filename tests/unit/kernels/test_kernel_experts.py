@@ -47,19 +47,6 @@ def test_grouped_mm_equals_reference(sizes, tail, widths, dtype, transposed, cou
 
 
 @kernel_settings
-@given(routings(), st.sampled_from(DTYPES))
-def test_gather_in_the_load_equals_permute_first(routing, dtype):
-    ids, num_experts = routing
-    sort = ops.sort_by_expert(ids, num_experts)
-    x, weight = randn(len(ids), 8, dtype=dtype), randn(num_experts, 8, 16, dtype=dtype, seed=1)
-    assert_equals_reference(
-        lambda x, w: ops.grouped_mm(x, w, sort.tokens_per_expert_E, order_M=sort.order_M, inverse_TK=sort.inverse_TK),
-        x,
-        weight,
-    )
-
-
-@kernel_settings
 @given(
     st.sampled_from(SIZES),
     st.sampled_from([0, 3]),
@@ -179,9 +166,9 @@ def test_counts_of_an_aborted_collective_end_and_stay_inside(counts):
     assert starts == sorted(starts)
     assert 0 <= starts[0] <= starts[-1] <= len(x)
     assert int(cut.total) <= cut.capacity
-    y = room.grouped_mm(x, weight, cut, None, 1)
+    y = room.grouped_mm(x, weight, cut)
     assert not y[starts[-1] :].any()
-    assert room.grouped_wgrad(x, y, cut, None, 1).isfinite().all()
+    assert room.grouped_wgrad(x, y, cut).isfinite().all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -205,7 +192,6 @@ X, W = torch.zeros(4, 8), torch.zeros(2, 8, 6)
         (lambda: ops.grouped_mm(X[:, :7], W, [1, 2]), "x has 7 columns, but weight expects 8"),
         (lambda: ops.grouped_mm(X, W.bfloat16(), [1, 2]), "weight is torch.bfloat16, but x is torch.float32"),
         (lambda: ops.grouped_mm(X, W[0], [1, 2]), "weight has shape .* needs 3 dimensions"),
-        (lambda: ops.grouped_mm(X, W, [1, 2], order_M=torch.arange(3)), "give both or neither"),
         (lambda: ops.expert_mlp(X, W, W, [1, 3], "gelu", weights_TK=X), "give both or neither"),
         (lambda: ops.expert_activation(X, "relu"), "'relu' does not exist: use one of gelu, swiglu"),
         (lambda: ops.expert_activation(X[:, :7], "swiglu"), "halves its 7 columns"),
