@@ -15,18 +15,27 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Rows = Literal["few", "many"]
-Tile = tuple[int, int, int, int, int]
-"""Block sizes m, n and k, warps, and stages of the pipeline."""
+
+
+class Tile(NamedTuple):
+    """Block sizes of one matmul, warps of a program, and stages of its pipeline."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
 
 FEW_ROWS = 96
 """Most rows of a slot, on average, that count as few."""
 
 CANDIDATES: Mapping[Rows, tuple[Tile, ...]] = {
-    "few": ((64, 128, 64, 4, 4), (64, 128, 32, 4, 3)),
-    "many": ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 32, 8, 3)),
+    "few": (Tile(64, 128, 64, 4, 4), Tile(64, 128, 32, 4, 3)),
+    "many": (Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)),
 }
 """For operands of 16 bits, whose machine code is held to budgets; deep pipelines first."""
 
@@ -51,13 +60,12 @@ def rows_class(rows_per_slot: int) -> Rows:
 
 def candidates(capability: int, rows: Rows) -> tuple[Tile, ...]:
     """Return the tiles for a device, if they fit its shared memory: a wide tile's sums need many registers."""
-    return tuple(tile for tile in CANDIDATES[rows] if tile[1] <= 128 or capability in (90, 100, 103))
+    return tuple(tile for tile in CANDIDATES[rows] if tile.n <= 128 or capability in (90, 100, 103))
 
 
 def shared_bytes(tile: Tile, element_bytes: int) -> int:
     """Shared memory of a product: operands of all stages, a result on its way out whole, and a quarter of another."""
-    m, n, k, _, stages = tile
-    return element_bytes * (stages * (m + n) * k + 5 * m * n // 4)
+    return element_bytes * (tile.stages * (tile.m + tile.n) * tile.k + 5 * tile.m * tile.n // 4)
 
 
 def user_file() -> Path:
@@ -149,7 +157,7 @@ def _checked(name: str, tile: Any) -> Tile:
     is_tile = isinstance(tile, list) and len(tile) == 5 and all(type(number) is int for number in tile)
     if not _KEY.fullmatch(name) or not is_tile:
         raise ValueError(f"{name!r}: {str(tile)[:60]} is no entry")
-    m, n, k, warps, stages = tile
-    if not (m in _SIZES and n in _SIZES and k in _SIZES and warps in (4, 8) and 1 <= stages <= 8):
+    found = Tile(*tile)
+    if not ({*found[:3]} <= {*_SIZES} and found.warps in (4, 8) and 1 <= found.stages <= 8):
         raise ValueError(f"{name!r}: {tile} are no sizes of a tile")
-    return m, n, k, warps, stages
+    return found

@@ -16,17 +16,16 @@ Legend: M rows, A assignments, D inner width, F output width, S slots, R row til
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_lightning.kernels.interface import ACTIVATIONS, GATED, HiddenGradients
+from moe_lightning.kernels.tile_table import Tile
 from moe_lightning.kernels.triton.activation import activated, slopes
 from moe_lightning.kernels.triton.launch import FLATTENS, INTERPRETED, ceil_div, launch, power_of_two
-from moe_lightning.kernels.triton.tiles import RowTiles, Tiles, described, limits, precision, row_tiles, tiles_for
+from moe_lightning.kernels.triton.tiles import RowTiles, described, limits, precision, row_tiles, tiles_for
 
 _PROGRAMS = 4
 """Programs of a multiprocessor, one after the other."""
@@ -433,12 +432,12 @@ def rows_matmul(
     )  # fmt: skip
 
 
-def _tiles(x: Tensor, num_rows: int, num_slots: int) -> Tiles:
+def _tiles(x: Tensor, num_rows: int, num_slots: int) -> Tile:
     return tiles_for(x.dtype, num_rows // max(1, num_slots), limits(x.device))
 
 
-def _narrowed(tile: Tiles, epilogue: int, kind: str) -> Tiles:
+def _narrowed(tile: Tile, epilogue: int, kind: str) -> Tile:
     """A gated forward holds as many columns of gate and of up; other activations have longer formulas."""
     if epilogue != FORWARD or INTERPRETED:
         return tile
-    return replace(tile, n=tile.n // 2 if kind in GATED else min(tile.n, 128))
+    return tile._replace(n=tile.n // 2 if kind in GATED else min(tile.n, 128))

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import tile_table
+from moe_lightning.kernels.tile_table import Tile
 from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, power_of_two
 
 
@@ -34,19 +35,8 @@ class Limits:
         return self.capability >= 90
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Block sizes of one matmul and how its programs are pipelined."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-
-_SMALLEST = Tiles(m=16, n=16, k=16, warps=4, stages=1)
-_SINGLE = Tiles(m=64, n=64, k=32, warps=4, stages=3)
+_SMALLEST = Tile(m=16, n=16, k=16, warps=4, stages=1)
+_SINGLE = Tile(m=64, n=64, k=32, warps=4, stages=3)
 
 
 @functools.cache
@@ -62,7 +52,7 @@ def limits(device: torch.device) -> Limits:
     )
 
 
-def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tiles:
+def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tile:
     """Those of the table, where the device has the shared memory for them; else the first that it has it for.
 
     Raises:
@@ -75,9 +65,9 @@ def tiles_for(dtype: torch.dtype, rows_per_slot: int, found: Limits) -> Tiles:
     rows = tile_table.rows_class(rows_per_slot)
     chosen = tile_table.chosen(found.capability, dtype.itemsize, rows)
     wanted = (() if chosen is None else (chosen,)) + tile_table.candidates(found.capability, rows)
-    fitting = (tile for tile in wanted if tile_table.shared_bytes(tile, dtype.itemsize) <= found.shared)
-    for m, n, k, warps, stages in fitting:
-        return Tiles(m=m, n=n, k=k, warps=warps, stages=stages)
+    for tile in wanted:
+        if tile_table.shared_bytes(tile, dtype.itemsize) <= found.shared:
+            return tile
     raise ConfigurationError(
         f"no tile of the Triton kernels fits the {found.shared} bytes of shared memory of this GPU: use the kernel "
         "backend 'torch'"
@@ -129,10 +119,10 @@ class RowTiles:
     total: Tensor
     starts_S: Tensor
     capacity: int
-    tile: Tiles
+    tile: Tile
 
 
-def row_tiles(tokens_S: Tensor, num_rows: int, tile: Tiles) -> RowTiles:
+def row_tiles(tokens_S: Tensor, num_rows: int, tile: Tile) -> RowTiles:
     """Cut the rows of each slot into tiles, and those past the sum; nothing is read on the host."""
     num_slots = len(tokens_S)
     capacity = ceil_div(num_rows, tile.m) + num_slots + 1

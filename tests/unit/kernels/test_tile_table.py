@@ -15,7 +15,7 @@ from moe_lightning.cli.bench import main
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import tile_table
 
-TILE = (128, 128, 32, 8, 3)
+TILE = tile_table.Tile(128, 128, 32, 8, 3)
 
 needs_tiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -128,8 +128,7 @@ def test_an_entry_that_does_not_fit_the_device_is_passed_over():
     from moe_lightning.kernels.triton.tiles import Limits, tiles_for
 
     def found(shared):
-        tile = tiles_for(torch.bfloat16, 1024, Limits(capability=90, shared=shared << 10, multiprocessors=132))
-        return tile.m, tile.n, tile.k, tile.warps, tile.stages
+        return tiles_for(torch.bfloat16, 1024, Limits(capability=90, shared=shared << 10, multiprocessors=132))
 
     assert found(227) == tile_table.chosen(90, 2, "many")
     assert found(99) == TILE
