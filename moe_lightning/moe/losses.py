@@ -76,28 +76,16 @@ def load_balancing_loss(scores_TE: Tensor, tokens_per_expert_E: Tensor, real: Re
         tokens_per_expert_E: assignments per expert whose imbalance is punished: of the global batch, or of this rank.
         real: which rows are tokens; None: all.
     """
-    is_whole_on_device = scores_TE.device.type != "cpu" and real is None
-    if is_whole_on_device and (loss := ops.balance(scores_TE, tokens_per_expert_E)) is not None:
-        return loss
+    if scores_TE.device.type != "cpu" and real is None:
+        loss = ops.balance(scores_TE, tokens_per_expert_E)
+        if loss is not None:
+            return loss
     counts_E = tokens_per_expert_E.to(scores_TE.dtype)
     fraction_E = counts_E / counts_E.sum().clamp_min(1.0)
-    if is_whole_on_device:
-        return balance_in_few_launches(scores_TE, fraction_E)
     shares_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp_min(1e-20)
     fraction_E = ops.upload(fraction_E, scores_TE.device)
-    return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE, real)).sum()
-
-
-def balance_in_few_launches(scores_TE: Tensor, fraction_E: Tensor) -> Tensor:
-    """The same for devices, where launches cost more than sums: a token's scores are weighed and summed, then divided.
-
-    Args:
-        scores_TE: of tokens only.
-        fraction_E: of the assignments, on the host or the device.
-    """
-    scaled_E = ops.upload(fraction_E * (scores_TE.shape[1] / max(1, len(scores_TE))), scores_TE.device)
     # No matrix product, which autocast and TF32 would round: near balance, gradients are small differences.
-    return ((scores_TE * scaled_E).sum(dim=-1) / scores_TE.sum(dim=-1).clamp_min(1e-20)).sum()
+    return scores_TE.shape[-1] * (fraction_E * _mean_over_tokens(shares_TE, real)).sum()
 
 
 def router_z_loss(logits_TE: Tensor, real: RealTokens | None = None) -> Tensor:
