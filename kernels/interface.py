@@ -220,7 +220,8 @@ class ActivationKernels(Protocol):
 
 
 class QuotaRounds(NamedTuple):
-    """Rule by which the holders of an expert share its tokens, see `dispatch.quota.weighted_quota`.
+    """Rule by which the holders of an expert share its tokens: that of `dispatch.quota.balanced_quota` for equally fast
+    ranks but for its search token by token, whose length is unknown. Weights that are not good enough go on instead.
 
     Attributes:
         rounds: of multiplicative weights; 0 splits evenly over replicas.

@@ -764,7 +764,7 @@ def expert_activation(h_MH: Tensor, kind: str) -> Tensor:
 
 def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
     """Rows of each expert that a rank sends to, and receives from, every rank: the integers of
-    `dispatch.quota.weighted_quota` or, without rounds, `equal_quota`, and of `dispatch.quota.dispatch_splits`.
+    `dispatch.quota.dispatch_splits`, for quotas by `QuotaRounds` or, without rounds, those of `equal_quota`.
 
     Args:
         tokens_EN: int64, assignments of every rank to every expert; every expert with some has a replica.

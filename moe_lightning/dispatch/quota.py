@@ -484,30 +484,9 @@ def balanced_quota(tokens: IntArray, replicas: IntArray, speeds: IntArray | None
     return pairs.dense(balanced_split(tokens, pairs, speeds))
 
 
-def weighted_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
-    """`balanced_quota` for equally fast ranks without its search token by token, whose length is unknown: where
-    the weights have not come within 0.8 percent of the bound, they go on instead, for 48 rounds.
-
-    Args:
-        tokens: int64 [E], as for `balanced_quota`.
-        replicas: int64 [E, N].
-
-    Returns:
-        int64 [E, N]: those of `balanced_quota` wherever that has nothing to search for.
-
-    Raises:
-        ConfigurationError: an expert has tokens but no replica.
-    """
-    pairs = Pairs.of_table(replicas)
-    demand = _demand(tokens, pairs)
-    if not demand.has_choice:
-        return pairs.dense(demand.demand)
-    return pairs.dense(_weighted_split(demand, Pace.of(None, pairs.shape[1]), tokens, is_last=True)[0])
-
-
 def sharing_rounds(num_pairs: int) -> tuple[int, int, int, int]:
-    """Return the constants of `weighted_quota` for so many pairs of an expert and a rank: (rounds, rounds of patience,
-    1 over the part of the bound that is good enough, unit of the weights).
+    """Return the constants of the weights for so many pairs of an expert and a rank, see `kernels.QuotaRounds`: rounds,
+    rounds of patience, 1 over the part of the bound that is good enough, unit.
     """
     return _ROUNDS, _patience(num_pairs), SLACK, _ONE
 
@@ -522,22 +501,17 @@ def balanced_split(tokens: IntArray, pairs: Pairs, speeds: IntArray | None = Non
     pace = Pace.of(speeds, pairs.shape[1])
     if not demand.has_choice:
         return demand.demand
-    best, load, bound = _weighted_split(demand, pace, tokens, is_last=False)
+    best, load, bound = _weighted_split(demand, pace, tokens)
     return relieve(best, load, bound, pace, experts=demand.segment, ranks=pairs.ranks, demand=demand.demand)
 
 
-def _weighted_split(demand: _Demand, pace: Pace, tokens: IntArray, *, is_last: bool) -> tuple[IntArray, IntArray, int]:
-    """Tokens of each pair by the best weights, of each rank, and a time that no split can beat.
-
-    Args:
-        is_last: nothing will be moved after this.
-    """
+def _weighted_split(demand: _Demand, pace: Pace, tokens: IntArray) -> tuple[IntArray, IntArray, int]:
+    """Tokens of each pair by the best weights, of each rank, and a time that no split can beat."""
     pairs = demand.pairs
     mean = max(1, pace.least_time(int(tokens.sum())))
     together = np.add.reduceat(pace.speeds[pairs.ranks], demand.starts)
     bound = max(mean, int((-(-demand.demand[demand.starts] * pace.fastest // together)).max()))
-    enough = with_slack(bound) if is_last else np.iinfo(np.int64).max
-    pull, first_pull, first_time = _balancing_pull(demand, pace, mean, bound, enough)
+    pull, first_pull, first_time = _balancing_pull(demand, pace, mean, bound)
     best = demand.split(pull)
     load = pairs.on_ranks(best)
     if int(pace.times(load).max()) > first_time:
@@ -548,7 +522,7 @@ def _weighted_split(demand: _Demand, pace: Pace, tokens: IntArray, *, is_last: b
     return best, load, bound
 
 
-def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int, enough: int) -> tuple[IntArray, IntArray, int]:
+def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int) -> tuple[IntArray, IntArray, int]:
     """weight of the rank * shares of the pair, for the best weights found and for those of speed alone, and a time that
     the latter's longest does not fall short of.
 
@@ -557,7 +531,6 @@ def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int, enough: 
         pace: of the ranks.
         mean: time of a rank, at least 1.
         bound: a time that no split can beat.
-        enough: patience ends only below this time.
     """
     pairs, starts = demand.pairs, demand.starts
     # Products of a weight with an expert's tokens, summed over its holders, and with a time must stay inside int64.
@@ -576,7 +549,7 @@ def _balancing_pull(demand: _Demand, pace: Pace, mean: int, bound: int, enough: 
             first_pull, first_time = pull, longest  # rounded down
         if longest < best_time:
             best_pull, best_time, best_round = pull, longest, index
-        if longest <= bound * _GOOD_ENOUGH or (index - best_round >= patience and best_time <= enough):
+        if longest <= bound * _GOOD_ENOUGH or index - best_round >= patience:
             break
         weights = weights * mean // np.maximum(times, max(1, mean // 64))
         weights = np.maximum(weights * one // max(1, int(weights.max())), 1)

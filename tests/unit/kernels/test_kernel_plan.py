@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,12 +37,43 @@ def sharing(replicas: IntArray) -> ops.QuotaRounds:
     return ops.QuotaRounds(*quota.sharing_rounds(int((replicas > 0).sum())))
 
 
+def weighted_quota(tokens: IntArray, replicas: IntArray) -> IntArray:
+    """Quotas by `sharing`, in tables of Python's integers."""
+    rounds, patience, slack, unit = sharing(replicas)
+    tokens_E1, replicas_EN = tokens.astype(object)[:, None], replicas.astype(object)
+    num_ranks, total = replicas.shape[1], int(tokens.sum())
+
+    def split(pull_EN: Any) -> Any:
+        upto_EN = pull_EN.cumsum(axis=1)
+        norm_E1 = np.maximum(upto_EN[:, -1:], 1)
+        return tokens_E1 * upto_EN // norm_E1 - tokens_E1 * (upto_EN - pull_EN) // norm_E1
+
+    mean = max(1, -(-total // num_ranks))
+    holders_E1 = np.maximum((replicas > 0).sum(axis=1, keepdims=True), 1)
+    bound = max(mean, (-(-tokens_E1 // holders_E1)).max())
+    one = max(1, min(unit, (1 << 62) // max(mean, (replicas_EN.sum(axis=1, keepdims=True) * tokens_E1).max())))
+    weights_N = np.full(num_ranks, one, dtype=object)
+    pulls, loads = [], []
+    for _ in range(rounds):
+        pulls.append(weights_N * replicas_EN)
+        load_N = (tokens_E1 * pulls[-1] // np.maximum(pulls[-1].sum(axis=1, keepdims=True), 1)).sum(axis=0)
+        loads.append(load_N.max())
+        since_best = len(loads) - 1 - loads.index(min(loads))
+        if loads[-1] * 500 <= bound * 501 or (since_best >= patience and min(loads) <= bound + bound // slack):
+            break
+        weights_N = weights_N * mean // np.maximum(load_N, max(1, mean // 64))
+        weights_N = np.maximum(weights_N * one // max(1, weights_N.max()), 1)
+    best, first = split(pulls[loads.index(min(loads))]), split(pulls[0])
+    chosen = first if first.sum(axis=0).max() < best.sum(axis=0).max() else best
+    return np.array(chosen, dtype=np.int64)
+
+
 def compare(seeds: range) -> int:
     """How many of these inputs have the very quotas of `balanced_quota`."""
     same = 0
     for seed in seeds:
         tokens, replicas, rank = case(seed)
-        for how, rule in ((sharing(replicas), quota.weighted_quota), (EVEN, quota.equal_quota)):
+        for how, rule in ((sharing(replicas), weighted_quota), (EVEN, quota.equal_quota)):
             wanted_send, wanted_recv = dispatch_splits(tokens, rule(tokens.sum(axis=1), replicas), rank)
             sent, received = ops.plan_rows(torch.from_numpy(tokens), torch.from_numpy(replicas), rank, how)
             assert np.array_equal(sent.numpy(), wanted_send), seed
@@ -61,7 +93,7 @@ def searches_for_nothing(tokens: IntArray, replicas: IntArray) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quota, "relieve", left_alone)
         weighted = quota.balanced_quota(tokens, replicas)
-    settled = quota.weighted_quota(tokens, replicas)
+    settled = weighted_quota(tokens, replicas)
     assert settled.sum(axis=0).max() <= weighted.sum(axis=0).max()
     if any(searched):
         return False
