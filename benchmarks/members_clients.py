@@ -24,10 +24,9 @@ from typing import Any
 
 from moe_lightning.elastic.membership import (
     ElasticSettings,
-    formed_ids,
     new_member_id,
     new_token,
-    pack_ids,
+    unpack_ids,
     worker_token,
 )
 from moe_lightning.elastic.protocol import (
@@ -317,9 +316,9 @@ class Member:
                 self.crowd.note_change()
             case {"t": "introduce", "full": bool(is_full)}:
                 self.introduce(is_full=is_full)
-            case {"t": "formed", "number": int(number)} if self.member_id in self.crowd.ranks(message, self.world):
+            case {"t": "formed", "number": int(number)} if self.member_id in self.crowd.ranks(message):
                 self.leave_world()
-                self.world, self.rank = number, self.crowd.ranks(message, self.world)[self.member_id]
+                self.world, self.rank = number, self.crowd.ranks(message)[self.member_id]
                 self._is_joining, self._reason = False, None
                 self.crowd.report.worlds[number] += 1
                 self.crowd.report.waiting = 0
@@ -362,7 +361,7 @@ class Crowd:
         self.report = Report()
         self.launchers: dict[int, Launcher] = {}
         self.packed: dict[int, list[Any]] = {}  # members of each world
-        self._ranks: dict[int, dict[str, int]] = {0: {}}  # by world
+        self._ranks: dict[int, dict[str, int]] = {}  # by world
         self._starts: Counter[int] = Counter()  # of each node
         self._reported_at = 0.0
         self._has_changed = True
@@ -371,17 +370,12 @@ class Crowd:
         """Record the time of a change that the benchmark waits for."""
         self.report.at, self._has_changed = time.monotonic(), True
 
-    def ranks(self, formed: Message, former: int) -> Mapping[str, int]:
-        """Return the members of a new world by rank; computed once, though each worker does it.
-
-        Args:
-            former: number of the world before.
-        """
+    def ranks(self, formed: Message) -> Mapping[str, int]:
+        """Return the members of a new world by rank; computed once, though each worker does it."""
         number = formed["number"]
         if number not in self._ranks:
-            ids = formed_ids(formed, (former, tuple(self._ranks[former])))
-            self._ranks[number] = {member_id: rank for rank, member_id in enumerate(ids)}
-            self.packed[number] = pack_ids(ids)
+            self.packed[number] = formed["members"]
+            self._ranks[number] = {member_id: rank for rank, member_id in enumerate(unpack_ids(formed["members"]))}
         return self._ranks[number]
 
     def run(self) -> None:

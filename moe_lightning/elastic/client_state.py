@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_lightning.elastic.membership import ElasticTask, Members, formed_ids, new_member_id, node_of, pack_ids
+from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id, pack_ids, unpack_ids
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.errors import ConfigurationError
 
@@ -284,8 +284,11 @@ class ClientState:
                     self._finishes.before = finished
             case {"t": "synced", "n": int(number), "exists": bool(exists)} if number == self._sync[0]:
                 self._sync = (number, exists)
-            case {"t": "formed", "number": int(number), "probes": list()}:
-                self._enter(number, message)
+            case {
+                "t": "formed", "number": int(number), "members": list(packed), "probes": dict(probes),
+                "settled": bool(has_set_up),
+            }:  # fmt: skip
+                self._enter(number, packed, probes, has_set_up=has_set_up)
             case {"t": "broken", "number": int(number), "reason": str(reason), "rating": int(rating)}:
                 for world in (self.world, self.guarded):
                     if world is not None and world.members.number == number:
@@ -302,20 +305,15 @@ class ClientState:
             case {"t": "kept out", "reason": str(reason), "probes": dict(probes)}:
                 self.rejection = Rejection(reason=reason, probes=_endpoints(probes), at=now)
 
-    def _enter(self, number: int, message: Message) -> None:
-        former = self.world
+    def _enter(self, number: int, packed: list[Any], probes: Mapping[str, Any], *, has_set_up: bool) -> None:
         try:
-            ids = formed_ids(message, None if former is None else (former.members.number, former.members.ids))
-            nodes = sorted({node_of(member_id) for member_id in ids})
-            known = former.probes if former is not None and "since" in message else {}
-            probes = {node: known[node] for node in nodes if node in known}
-            probes |= _endpoints({node: sent for node, sent in zip(nodes, message["probes"], strict=True) if sent})
+            ids, endpoints = unpack_ids(packed), _endpoints(probes)
         except ValueError as error:
             raise WireError(str(error)) from None
         if self.member_id not in ids or number <= self._number:
             return
         members = Members(number=number, ids=ids, me=ids.index(self.member_id))
-        self.world = JoinedWorld(members=members, has_set_up=message.get("settled") is True, probes=probes)
+        self.world = JoinedWorld(members=members, has_set_up=has_set_up, probes=endpoints)
         self._join.is_waiting = self._join.is_spare = False
         self._waiting_since = self.rejection = None
 

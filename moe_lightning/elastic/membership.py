@@ -145,29 +145,6 @@ def unpack_ids(packed: Iterable[Any]) -> tuple[str, ...]:
     return tuple(sorted(ids))
 
 
-def formed_ids(message: Mapping[str, Any], former: tuple[int, Sequence[str]] | None) -> tuple[str, ...]:
-    """Return the members in a message "formed" of the rendezvous host, which may give their difference to a former
-    world.
-
-    Args:
-        former: number and members of the world before, if there was one.
-
-    Raises:
-        ValueError: it is malformed, or its difference is to another world.
-    """
-    match message:
-        case {"since": int(since), "gone": list(gone), "members": list(packed)} if former is not None:
-            number, ids = former
-            if since != number:
-                raise ValueError(f"a difference to world {since} in place of {number}")
-            left = set(gone)
-            staying = [member_id for rank, member_id in enumerate(ids) if rank not in left]
-            return tuple(sorted([*staying, *unpack_ids(packed)]))
-        case {"members": list(packed)} if "since" not in message:
-            return unpack_ids(packed)
-    raise ValueError("malformed members")
-
-
 class Membership(Protocol):
     """Membership of one worker. `elastic.rendezvous_client` shows the order of the calls, and `RendezvousClient`
     documents each of them. `join`, `guard` and `close` belong to one thread; the rest may be called from any.

@@ -3,9 +3,15 @@
 `RendezvousState` registers members, forms worlds, reports why one breaks, and admits newcomers. All of its state can be
 reported again by the members, so a host that was restarted goes on with their world. The decisions are pure functions:
 which members form the next world (`next_world`), who is overdue (`overdue_members`), and which nodes stay if links
-between nodes are dead although both ends reach the host (`largest_clique`). `Clients` has the connections, `Announced`
-and `UnknownWorlds` what these clients know. Messages are dictionaries with a kind "t"; `RendezvousState.receive` lists
-those of clients. Times are seconds of the host's own clock.
+between nodes are dead although both ends reach the host (`largest_clique`). `Clients` has the connections. Times are
+seconds of the host's own clock.
+
+Messages are dictionaries with a kind "t". A member registers with "member", and is sent "state". It sends "join", and
+is sent "formed" when it is in a world. Then "beat" carries its count of steps. A world ends for all its members with
+"broken": one sends it, or the host does, when a launcher reports "died", when a member is overdue and "evicted", or
+when links stay "unreachable". Each member sends "join" again; those that end, or cannot train yet, "leave" or
+"withdraw". Members of an intact world are sent "waiting", the number of newcomers, and break it between two steps to
+admit them; newcomers are sent "spare" or "kept out" meanwhile. "finish" ends the run, and all are sent "finished".
 """
 
 from __future__ import annotations
@@ -13,8 +19,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from moe_lightning.elastic.health import NodeHealth, judged
@@ -101,7 +108,8 @@ class CurrentWorld:
         rating: quality of the reason: 1 an error of a rank, 2 silence or a dead link, 3 a death that a launcher saw.
         progress_at: time of the last step of any member.
         has_set_up: some of its members had set up before it formed, or may have.
-        probes: probe endpoint of each node, as its members know them.
+        probes: probe endpoint of each node that has one.
+        waiting: newcomers, as its members know them.
         ranks: rank of each member.
     """
 
@@ -114,6 +122,7 @@ class CurrentWorld:
     progress_at: float = 0.0
     has_set_up: bool = True
     probes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    waiting: int = 0
     ranks: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -127,6 +136,12 @@ class CurrentWorld:
     def is_over(self) -> bool:
         """True if all its members are gone."""
         return len(self.gone) >= len(self.ids)
+
+    @cached_property
+    def formed(self) -> Message:
+        """Message to its members, one for all: it is encoded once."""
+        members, probes = pack_ids(self.ids), dict(self.probes)
+        return {"t": "formed", "number": self.number, "members": members, "probes": probes, "settled": self.has_set_up}
 
 
 def next_world(
@@ -507,55 +522,6 @@ class Clients:
             self.send(connection, t="formed", tokens=workers[token])
 
 
-class Announced:
-    """Knowledge of the clients, of which only changes are sent.
-
-    Attributes:
-        waiting: newcomers, as the members of the present world know them.
-    """
-
-    def __init__(self) -> None:
-        self.waiting = 0
-        self._finished = 0
-        self._former: CurrentWorld | None = None  # the world before the present one
-        self._known: dict[int, int] = {}  # connection -> number of the last world whose members it knows
-
-    def begin(self, former: CurrentWorld | None) -> None:
-        """Start a world.
-
-        Args:
-            former: the world before it, if it is known here.
-        """
-        self._former, self.waiting = former, 0
-
-    def note(self, connection: int, number: int) -> None:
-        """Record that a client knows the members of a world."""
-        self._known[connection] = number
-
-    def forget(self, connection: int) -> None:
-        """Drop a connection."""
-        self._known.pop(connection, None)
-
-    def formed(self, connections: Iterable[int], world: CurrentWorld) -> Iterator[tuple[int, Message]]:
-        """Return the messages with the members of a world: for those that know the former one with the difference."""
-        former = self._former
-        whole = difference = None
-        for connection in connections:
-            if former is not None and self._known.get(connection) == former.number:
-                message = difference = difference or _difference(former, world)
-            else:
-                message = whole = whole or _formed(world, pack_ids(world.ids), {})
-            self._known[connection] = world.number
-            yield connection, message
-
-    def is_new(self, *, waiting: int | None = None, finished: int | None = None) -> bool:
-        """Record a number, and return True if clients do not know it."""
-        before = self.waiting, self._finished
-        self.waiting = self.waiting if waiting is None else waiting
-        self._finished = self._finished if finished is None else finished
-        return (self.waiting, self._finished) != before
-
-
 class UnknownWorlds:
     """Clients of a host that was restarted, which know a newer world than it: one of them is asked for its members, and
     the others introduce themselves without.
@@ -619,11 +585,11 @@ class RendezvousState:
         self._startup_grace_s, self._wall_clock_s = startup_grace_s, wall_clock_s
         self._members: dict[str, Member] = {}
         self._expected = 0  # members of the largest run that has introduced itself
-        self._announced = Announced()
         self._unknown = UnknownWorlds()
         self._evicted: dict[str, str] = {}  # member -> why, in order of time
         self._last_number = ended
         self._finished = ended  # number of the newest end of the run, see `ClientState.finish`
+        self._announced_end = 0  # that clients know
         self._last_received = 0.0
         self._links = DeadLinks()
         self._nodes: dict[int, NodeHealth] = {}  # connection of a launcher -> its node, as it came
@@ -738,7 +704,6 @@ class RendezvousState:
         limits = parse_timeouts(timeouts)
         self._last_number = number
         self.world = CurrentWorld(number=number, ids=ids, progress_at=now)
-        self._announced.begin(None)
         grace_s = RECONNECT_S + _RECONNECT_EACH_S * len(ids)
         for member_id in ids:
             if member_id not in self._members and member_id not in self._evicted:
@@ -779,7 +744,6 @@ class RendezvousState:
 
     def _unlink(self, connection: int) -> None:
         """Remove a connection of a member."""
-        self._announced.forget(connection)
         self._unknown.forget(connection)
         self.clients.members.remove(connection)
 
@@ -797,7 +761,8 @@ class RendezvousState:
             if ids:
                 self._form(ids, now)
         self._announce_newcomers()
-        if self._announced.is_new(finished=self._finished):
+        if self._finished != self._announced_end:
+            self._announced_end = self._finished
             self.clients.send_to_all({"t": "finished", "finished": self._finished, "world": self._last_number})
 
     def _judge_node(self, connection: int, message: Message, clock_offset_s: float) -> None:
@@ -883,8 +848,6 @@ class RendezvousState:
         self.clients.members.add(connection, member_id)
         self._expected = max(self._expected, expected)
         self.restore(world, now, reporter=member_id)
-        if world is not None:
-            self._announced.note(connection, world["number"])
         self.clients.send(connection, t="state", finished=self._finished)
         if (why := self._eviction_reason(member_id, world)) is not None:
             self._evicted[member_id] = why
@@ -924,13 +887,13 @@ class RendezvousState:
             return
         if reported is None or reported["number"] < world.number:
             member.joining_since = None
-            self.clients.outbox.extend(self._announced.formed([connection], world))
+            self.clients.outbox.append((connection, world.formed))
         elif reported.get("broken") and reported["number"] == world.number:
             self._break(str(reported["broken"])[:_LONGEST_REASON], 1, now)
         if world.broken_at is not None:
             self.clients.send(connection, **_broken(world))
         else:
-            self.clients.send(connection, t="waiting", count=self._announced.waiting)
+            self.clients.send(connection, t="waiting", count=world.waiting)
 
     def _forget(self, member: Member) -> None:
         """Remove a member that leaves in order: its world goes on without it."""
@@ -987,7 +950,6 @@ class RendezvousState:
         self._last_number = next_number(max(self._last_number, self._finished), self._wall_clock_s())
         has_set_up = any(self._members[member_id].has_set_up for member_id in ids)
         members = [self._members[member_id] for member_id in ids]
-        self._announced.begin(self.world)
         self.world = CurrentWorld(
             number=self._last_number,
             ids=ids,
@@ -998,8 +960,7 @@ class RendezvousState:
         self._links.forget_reports()
         for member in members:
             member.joining_since, member.has_set_up, member.is_spare = None, True, False
-        connections = [c for m in ids if (c := self.clients.members.by_name.get(m)) is not None]
-        self.clients.outbox.extend(self._announced.formed(connections, self.world))
+        self.clients.send_to(ids, self.world.formed)
         self.clients.send_workers(ids)
 
     def _break(self, reason: str, rating: int, now: float) -> None:
@@ -1055,33 +1016,9 @@ class RendezvousState:
             if member.id not in admitted and not member.is_spare:
                 member.is_spare = True
                 self.clients.send_to([member.id], {"t": "spare"})
-        if self._announced.is_new(waiting=len(waiting)):
+        if len(waiting) != world.waiting:
+            world.waiting = len(waiting)
             self.clients.send_to(world.ids, {"t": "waiting", "count": len(waiting)})
-
-
-def _difference(former: CurrentWorld, world: CurrentWorld) -> Message:
-    """Return a world's "formed" for those that know the former one."""
-    gone = [rank for rank, member_id in enumerate(former.ids) if member_id not in world.ranks]
-    new = pack_ids(member_id for member_id in world.ids if member_id not in former.ranks)
-    return _formed(world, new, former.probes) | {"since": former.number, "gone": gone}
-
-
-def _formed(world: CurrentWorld, packed: list[Any], known: Mapping[str, tuple[str, int]]) -> Message:
-    """Return a message "formed".
-
-    Args:
-        packed: its members, or those that are new.
-        known: probe endpoints that need not be sent again.
-    """
-    nodes = sorted({node_of(member_id) for member_id in world.ids})
-    probes = [None if known.get(node) == (probe := world.probes.get(node)) else probe for node in nodes]
-    return {
-        "t": "formed",
-        "number": world.number,
-        "members": packed,
-        "probes": probes,  # of the nodes by name; null is known or none
-        "settled": world.has_set_up,
-    }
 
 
 def _broken(world: CurrentWorld) -> Message:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from moe_lightning.elastic.client_state import ClientState
 from moe_lightning.elastic.membership import (
     ElasticTask,
-    formed_ids,
     new_member_id,
     pack_ids,
     unpack_ids,
@@ -170,17 +169,9 @@ IDS = st.builds(
 
 
 @settings(max_examples=50)
-@given(former=st.sets(IDS), ids=st.sets(IDS))
-def test_members_are_sent_in_whole_or_by_difference(former: set[str], ids: set[str]) -> None:
-    packed = json.loads(json.dumps(pack_ids(ids)))
-    assert formed_ids({"members": packed}, None) == tuple(sorted(ids))
-    ordered = sorted(former)
-    gone = [rank for rank, member_id in enumerate(ordered) if member_id not in ids]
-    difference = {"since": 3, "gone": gone, "members": pack_ids(ids - former)}
-    assert formed_ids(difference, (3, ordered)) == tuple(sorted(ids))
-    for known in ((2, ordered), None):
-        with pytest.raises(ValueError, match=r"difference|malformed"):
-            formed_ids(difference, known)
+@given(ids=st.sets(IDS))
+def test_members_are_sent_in_few_bytes(ids: set[str]) -> None:
+    assert unpack_ids(json.loads(json.dumps(pack_ids(ids)))) == tuple(sorted(ids))
 
 
 def test_workers_that_start_together_need_few_bytes() -> None:
@@ -200,7 +191,6 @@ class Crowd:
         self.roster = RendezvousState(wall_clock_s=lambda: 1.0 + self.now, **options)
         self.now = 0.0
         self.told: dict[int, list[Message]] = {}
-        self.formed: dict[int, tuple[str, ...]] = {}  # members of each world
         self.worlds: dict[int, tuple[int, tuple[str, ...]]] = {}  # connection -> the world that it was told last
 
     def join(self, connection: int, name: str, *, expected: int = 1, **facts: object) -> None:
@@ -211,8 +201,6 @@ class Crowd:
         self.say(connection, introduction)
 
     def say(self, connection: int, message: Message) -> None:
-        if isinstance(world := message.get("world"), dict) and "members" in world:
-            self.formed[world["number"]] = unpack_ids(world["members"])
         self.roster.receive(connection, message, self.now)
         self.tick(0.0)
 
@@ -222,9 +210,7 @@ class Crowd:
         for connection, message in self.roster.clients.outbox:
             self.told.setdefault(connection, []).append(message)
             if message["t"] == "formed" and "members" in message:
-                known = (message["since"], self.formed[message["since"]]) if "since" in message else None
-                ids = self.formed[message["number"]] = formed_ids(message, known)
-                self.worlds[connection] = message["number"], ids
+                self.worlds[connection] = message["number"], unpack_ids(message["members"])
         self.roster.clients.outbox.clear()
 
     def last(self, connection: int, kind: str) -> Message | None:
@@ -297,7 +283,7 @@ def test_after_a_restart_of_the_host_who_was_lost_meanwhile_is_not_waited_for_lo
 def test_a_successor_restores_the_world_from_its_record_and_buries_the_launcher_that_led() -> None:
     crowd = Crowd()
     ids = [f"{name}.node-{name}.{launcher}-{name}" for name, launcher in (("a", "dead"), ("b", "alive"))]
-    crowd.formed[7] = tuple(ids)
+
     crowd.roster.restore({"number": 7, "members": pack_ids(ids), "patience": TIMES}, 0.0)
     crowd.roster.lose_launcher("dead", "ended with its launcher", 0.0)
     crowd.join(1, "b", id=ids[1], joining=False, number=7, world={"number": 7, "patience": TIMES})
@@ -312,7 +298,7 @@ def test_a_successor_restores_the_world_from_its_record_and_buries_the_launcher_
 def test_first_counts_of_steps_after_a_restart_are_no_steps() -> None:
     """So who does not come back is lost in time."""
     crowd = Crowd()
-    crowd.formed[7] = ids = tuple(f"{name}.node-{name}.token-{name}" for name in "ab")
+    ids = tuple(f"{name}.node-{name}.token-{name}" for name in "ab")
     crowd.roster.restore({"number": 7, "members": pack_ids(ids), "patience": TIMES}, -3.5)
     crowd.join(1, "a", joining=False, number=7, world={"number": 7, "patience": TIMES})
     for seconds, is_broken in ((0.7, False), (0.7, False), (0.2, True)):
@@ -383,7 +369,7 @@ def test_a_launchers_word_frees_the_others_at_once() -> None:
     assert len(crowd.worlds[1][1]) == 1
 
 
-def test_a_change_of_the_world_is_sent_by_difference_to_those_who_know_the_former_one() -> None:
+def test_all_members_are_sent_one_message_of_their_world() -> None:
     crowd = Crowd()
     for connection, name in enumerate("abcd"):
         crowd.join(connection, name, expected=4, probe=["10.0.0.1", 1000 + connection])
@@ -392,12 +378,9 @@ def test_a_change_of_the_world_is_sent_by_difference_to_those_who_know_the_forme
     crowd.join(5, "e", probe=["10.0.0.5", 1005])
     for connection in (0, 2, 3):
         crowd.say(connection, {"t": "join", "ready": True})
-    known, new = crowd.last(0, "formed"), crowd.last(5, "formed")
-    assert (known["gone"], known["members"]) == ([1], ["e.node-e.token-e"])
-    assert known["probes"] == [None, None, None, ("10.0.0.5", 1005)]
-    assert "since" not in new
-    assert [port for _, port in new["probes"]] == [1000, 1002, 1003, 1005]
-    assert crowd.worlds[0] == crowd.worlds[5]
+    formed = crowd.last(0, "formed")
+    assert all(crowd.last(connection, "formed") is formed for connection in (2, 3, 5)), "it is encoded once"
+    assert [port for _, port in formed["probes"].values()] == [1000, 1002, 1003, 1005]
     assert len(crowd.worlds[0][1]) == 4
 
 
@@ -605,7 +588,7 @@ class Clients:
         for client in self.alive:
             client.connection = None
         fresh = Crowd(startup_grace_s=crowd.now + 3.0)
-        fresh.now, fresh.formed = crowd.now, crowd.formed
+        fresh.now = crowd.now
         return fresh
 
     def settle(self, crowd: Crowd) -> None:
