@@ -1,7 +1,7 @@
 """moe-bench planner: how long plans for large clusters take, and how much memory they need.
 
 Loads are drawn: popularities of experts from a Dirichlet distribution, each rank's own drift around them, as skewed as
-in recorded traces. Every row plans all layers as in training, in the planner's threads; quotas are split anew for every
+in recorded traces. Every row plans all layers as in training, in the planner's thread; quotas are split anew for every
 layer of every step, here on placements on which that is hard.
 
 Shapes: L layers, E experts, N ranks.
@@ -24,7 +24,7 @@ from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.planner import BalancePolicy, PlanningThreads, block_with_sums_s
+from moe_lightning.balancing.planner import BalancePolicy, PlanningThread, block_with_sums_s
 from moe_lightning.balancing.repair import repair_placements
 from moe_lightning.balancing.rules import replan_placement
 from moe_lightning.balancing.shadow_search import search_shadows
@@ -157,20 +157,20 @@ def planner_rows(ranks: int, experts: int, layers: int, slots: int, min_replicas
     tokens = [_tokens(rng, row, ranks) for row in popularity]
     start = uniform_placement(experts, ranks, min(max(min_replicas, ranks // experts), ranks))
     costs = _costs()
-    threads = PlanningThreads(_TIMEOUT_S)
+    thread = PlanningThread(_TIMEOUT_S)
 
     def search() -> None:
-        layered = [threads.submit(search_shadows, tokens[layer], start, costs) for layer in range(layers)]
+        layered = [thread.submit(search_shadows, tokens[layer], start, costs) for layer in range(layers)]
         for plan in layered:
-            threads.result(plan)
+            thread.result(plan)
 
     def place() -> None:
-        threads.result(threads.combine(_placed, tokens, cluster, min_replicas, [start] * layers, costs, threads))
+        thread.result(thread.submit(_placed, tokens, cluster, min_replicas, [start] * layers, costs))
 
     goal_s = _GOALS_S.get((ranks, experts)) if layers <= _GOAL_LAYERS else None
     for name, call in (("shadows", search), ("placements", place)):
         yield measured(name, call, ranks, experts, layers, goal_s)
-    threads.close()
+    thread.close()
 
 
 def _placed(
@@ -179,7 +179,6 @@ def _placed(
     min_replicas: int,
     present: list[Placement],
     costs: BlockCosts,
-    threads: PlanningThreads,
 ) -> list[Placement]:
     loads = np.stack([layer.sum(axis=1) for layer in tokens])
     policy = BalancePolicy(min_replicas=min_replicas)
@@ -190,7 +189,6 @@ def _placed(
         present,
         policy.tolerance,
         block_s=lambda layer, placement: block_with_sums_s(tokens[layer], placement, costs),
-        over_layers=threads.map,
     )
 
 

@@ -4,9 +4,8 @@ Slow scale: placements, from the loads of the last steps, first after a few step
 `rebalance_every`. Fast scale: each layer's shadow experts, from the forecast of the next step, searched again when the
 current plan is due.
 
-Planning runs in threads beside the training, the tasks of all layers one after the other in the order given. The plan
-of a step does not depend on the speed of threads: it is the one made from the counts of the step `lag` before, and a
-step waits for it.
+Planning runs in a thread beside the training, one task after the other in the order given. The plan of a step does not
+depend on the thread's speed: it is the one made from the counts of the step `lag` before, and a step waits for it.
 
 Shapes: L layers, E experts, N ranks.
 """
@@ -14,7 +13,7 @@ Shapes: L layers, E experts, N ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
@@ -44,11 +43,11 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
-class PlanningThreads:
-    """A thread for the layers, one after the other, and one for what combines them.
+class PlanningThread:
+    """One thread that makes all plans, one after the other.
 
-    A search is thousands of short numpy calls: two threads for layers would hand the interpreter to and fro between
-    them, and 61 layers on 1,024 ranks take 2.8 s instead of 1.5 s then; on 4,096 ranks they gain nothing.
+    A search is thousands of short numpy calls: two threads would hand the interpreter to and fro between them, and 61
+    layers on 1,024 ranks take 2.8 s instead of 1.5 s then; on 4,096 ranks they gain nothing.
 
     Args:
         timeout_s: longest wait for a result.
@@ -56,20 +55,11 @@ class PlanningThreads:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(1, "moe-plan-layer")
-        self._combining = ThreadPoolExecutor(1, "moe-plan")
+        self._pool = ThreadPoolExecutor(1, "moe-plan")
 
     def submit(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
-        """Run a task in the layers' thread, after those before it."""
+        """Run a task after those before it."""
         return self._pool.submit(task, *arguments, **options)
-
-    def combine(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
-        """Run a task that may wait for those of layers and call `map`."""
-        return self._combining.submit(task, *arguments, **options)
-
-    def map(self, function: Callable[[int], _T], items: Iterable[int], /) -> Iterator[_T]:
-        """Like the built-in, in the layers' thread; not to be called from it."""
-        return self._pool.map(function, items)
 
     def result(self, future: Future[_T]) -> _T:
         """The result of a task, waited for.
@@ -87,8 +77,7 @@ class PlanningThreads:
 
     def close(self) -> None:
         """Drop waiting tasks; the results of running ones are ignored."""
-        for executor in (self._combining, self._pool):
-            executor.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,7 +263,7 @@ class BalancePlanner:
         self.costs = list(costs)
         self._placements = list(placements)
         self._layers = [LayerPlanner(policy, placement) for placement in placements]
-        self._threads = PlanningThreads(timeout_s)
+        self._thread = PlanningThread(timeout_s)
         self._decisions: list[deque[Future[Decision]]] = [deque(maxlen=policy.lag) for _ in placements]
         self._observed = 0  # layers in this step
         self._placing: Future[list[Placement]] | None = None
@@ -297,14 +286,14 @@ class BalancePlanner:
         self._wait = min(self._wait, FIRST_REBALANCE)
 
     def close(self) -> None:
-        """End the planning threads; the planner is of no use afterwards."""
-        self._threads.close()
+        """End the planning thread; the planner is of no use afterwards."""
+        self._thread.close()
 
     # ------------------------------------------------------------------ fast scale
 
     def observe(self, layer: int, *counts_EN: IntArray) -> None:
         """Record the assignments of one step's micro-batches, int64 [E, N] each, and start planning from them."""
-        observation = self._threads.submit(self._layers[layer].observe, counts_EN, self.costs[layer])
+        observation = self._thread.submit(self._layers[layer].observe, counts_EN, self.costs[layer])
         self._decisions[layer].append(observation)
         self._observed += 1
         if self._observed == len(self._layers):
@@ -315,7 +304,7 @@ class BalancePlanner:
     @property
     def decisions(self) -> list[Decision]:
         """Decision of each layer for the next step, from the counts of the step `lag` before it."""
-        lag, result = self.policy.lag, self._threads.result
+        lag, result = self.policy.lag, self._thread.result
         return [result(made[0]) if len(made) == lag else _UNDECIDED for made in self._decisions]
 
     @property
@@ -346,7 +335,7 @@ class BalancePlanner:
         """The next step as the performance model sees it; None before the first observation of every layer."""
         times = []
         for layer, (placement, plan, costs) in enumerate(zip(self._placements, self.plans, self.costs, strict=True)):
-            tokens = self._threads.result(self._threads.submit(self._layers[layer].forecast.predict))
+            tokens = self._thread.result(self._thread.submit(self._layers[layer].forecast.predict))
             if tokens is None:
                 return None
             plan = no_shadows(tokens, placement) if plan is None else plan
@@ -367,22 +356,14 @@ class BalancePlanner:
         self._placing = None
         self._interval = min(2 * self._interval, self.policy.rebalance_every)
         self._wait = self._interval
-        return self._threads.result(placing)
+        return self._thread.result(placing)
 
     def _place(self) -> Future[list[Placement]]:
         """Have placements made from the loads up to here."""
-        taken = [self._threads.submit(layer.take_load, _FADE) for layer in self._layers]
-        known = self.cluster, list(self._placements), list(self.costs)
-        return self._threads.combine(self._placements_for, taken, *known)
+        return self._thread.submit(self._placements_for, self.cluster, list(self._placements), list(self.costs))
 
-    def _placements_for(
-        self,
-        taken: Sequence[Future[tuple[IntArray, IntArray | None]]],
-        cluster: Cluster,
-        present: list[Placement],
-        costs: list[BlockCosts],
-    ) -> list[Placement]:
-        all_loads, forecasts = zip(*map(self._threads.result, taken), strict=True)
+    def _placements_for(self, cluster: Cluster, present: list[Placement], costs: list[BlockCosts]) -> list[Placement]:
+        all_loads, forecasts = zip(*(layer.take_load(_FADE) for layer in self._layers), strict=True)
         loads = bounded_loads(np.stack(all_loads))  # they grow for as long as nothing is placed
         if not loads.any():
             return present
@@ -402,14 +383,13 @@ class BalancePlanner:
             present,
             self.policy.tolerance,
             block_s=predicted_s if len(candidates) > 1 else None,
-            over_layers=self._threads.map,
         )
 
     def moved(self, placements: Sequence[Placement]) -> None:
         """The experts have moved: shadows of layers with a new placement must be planned anew."""
         for layer, (old, new) in enumerate(zip(self._placements, placements, strict=True)):
             if old != new:
-                self._threads.submit(self._layers[layer].move, new)
+                self._thread.submit(self._layers[layer].move, new)
                 self._decisions[layer].clear()
         self._placements = list(placements)
         self._placing = None  # what is under way moves experts from where they no longer are
@@ -418,7 +398,7 @@ class BalancePlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: loads and forecasts. Plans are made again after a restart."""
-        states = [self._threads.result(self._threads.submit(layer.state_dict)) for layer in self._layers]
+        states = [self._thread.result(self._thread.submit(layer.state_dict)) for layer in self._layers]
         return {"layers": states, "interval": self._interval}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -442,7 +422,7 @@ class BalancePlanner:
         self._interval, self._wait = int(state["interval"]) or min(FIRST_REBALANCE, self.policy.rebalance_every), 1
         for layer, own in zip(self._layers, state["layers"], strict=True):
             if own is not None:
-                self._threads.result(self._threads.submit(layer.load_state, own["load"], own["average"]))
+                self._thread.result(self._thread.submit(layer.load_state, own["load"], own["average"]))
 
 
 def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:

@@ -9,10 +9,10 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -202,7 +202,6 @@ def replan_placement(
     tolerance: float = 0.02,
     *,
     block_s: Callable[[int, Placement], float] | None = None,
-    over_layers: Callable[..., Iterable[Any]] = map,
 ) -> list[Placement]:
     """A placement for every layer of an unchanged world, which moves experts only where that relieves the busiest rank.
 
@@ -220,7 +219,6 @@ def replan_placement(
         tolerance: relative relief that is not worth a migration.
         block_s: predicted seconds of a layer under a placement: the candidate with the least is chosen, if it is
             faster than the present one by the tolerance; None: the first candidate that relieves most.
-        over_layers: applies a function to all layers, as `map` or a thread pool does; they do not depend on each other.
 
     Raises:
         ConfigurationError: placements that do not fit the loads or the cluster.
@@ -235,11 +233,12 @@ def replan_placement(
     if isinstance(candidates, PlacementPolicy):
         candidates = [Candidate(policy=candidates, cluster=cluster)]
 
-    def better(layer: int) -> Placement | None:
+    fresh: dict[int, Placement] = {}
+    for layer, present in enumerate(current):
         predicted_s = None if block_s is None else partial(block_s, layer)
-        return _better_placement(loads[layer], cluster, candidates, current[layer], tolerance, predicted_s)
-
-    fresh = {layer: placement for layer, placement in enumerate(over_layers(better, range(len(loads)))) if placement}
+        better = _better_placement(loads[layer], cluster, candidates, present, tolerance, predicted_s)
+        if better is not None:
+            fresh[layer] = better
     if not fresh:
         return list(current)
     aligned = align_placements([current[layer] for layer in fresh], list(fresh.values()), cluster)

@@ -259,8 +259,8 @@ class SinceLog:
 class LoadBalancer(ExpertParallelCallback):
     """Spreads the work of skewed experts over the ranks without changing what the model learns.
 
-    Every step each layer's counts are known on all ranks. From them all ranks make the same plans in background
-    threads, without communication (`BalancePlanner`): replicas of experts and their ranks (every few steps at first,
+    Every step each layer's counts are known on all ranks. From them all ranks make the same plans in a background
+    thread, without communication (`BalancePlanner`): replicas of experts and their ranks (every few steps at first,
     then every `rebalance_every`; experts and their optimizer states move between steps), and shadow experts for one
     step. Ranks measure their speeds, and quotas, placements and slices of the batch follow (`SpeedFollower`). Give the
     strategy `slots` above what its placement needs, or there is no room for replicas. In a pipeline the ranks of each
@@ -270,7 +270,7 @@ class LoadBalancer(ExpertParallelCallback):
     expert parallelism) and imbalance_after_ratio, rb_ratio (quotient of the standard deviations before and after),
     shadows_count, forecast_error_ratio; balance/migrated_states and balance/migration_ms since the last log,
     balance/migrated_bytes and balance/shadow_bytes (sum over ranks), balance/plan_ms (what a step waits for its plans,
-    which are made in other threads while the step before runs; maximum),
+    which are made in another thread while the step before runs; maximum),
     balance/exposed_trans_ms and balance/exposed_agg_ms of the last step (maximum), balance/rankNN/speed_ratio (speed
     over the median rank's) and balance/straggler_rank (the slowest below 0.8, else -1), and
     balance/model_error/OPERATION_ratio of the calibrated performance model. Where speeds differ, imbalances are the
