@@ -11,6 +11,8 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
+import sys
 import types
 import typing
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -455,3 +457,4 @@ def api_page(name: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     SETTINGS.write_text(settings())
+    subprocess.run([sys.executable, "-m", "ruff", "format", "-q", str(SETTINGS)], check=True)

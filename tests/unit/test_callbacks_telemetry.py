@@ -113,6 +113,7 @@ def test_numbers_of_ranks_come_from_the_dispatcher() -> None:
     layer.dispatcher.last_rank_loads = np.array([9, 3])
     layer.dispatcher._backend.rows_to_ranks, layer.dispatcher._backend._row_bytes = [7, 5], 32
     metrics = {m.name: m for m in layer_metrics(0, layer)}
+    assert [name for name in metrics if name.replace("layer00", "layerNN") not in str(Telemetry.__doc__)] == []
     assert metrics["moe/layer00/rank_imbalance_ratio"].value == 1.5
     assert (metrics["comm/layer00/exchanged_rows"].value, metrics["comm/layer00/exchanged_rows"].over_ranks) == (
         5,
@@ -126,7 +127,7 @@ def test_averages_over_layers() -> None:
     metrics = {m.name: m.value for number, layer in enumerate(layers) for m in layer_metrics(number, layer)}
     assert metrics["moe/layer01/expert_imbalance_ratio"] == 1.0
     averages = averages_over_layers(metrics | {"balance/layer00/expert_imbalance_ratio": 9.0})
-    assert averages == {"moe/expert_imbalance_ratio": pytest.approx(1.25)}
+    assert averages["moe/expert_imbalance_ratio"] == pytest.approx(1.25)  # over its area only
 
 
 def test_a_layer_that_never_ran_has_no_numbers() -> None:

@@ -112,4 +112,4 @@ def test_keywords_have_the_types_of_the_configuration(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(ROOT / "docs")
     generated = importlib.import_module("generated")
     made, stored = ast.parse(generated.settings()), ast.parse(generated.SETTINGS.read_text())
-    assert ast.dump(made) == ast.dump(stored), "run: python docs/generated.py && ruff format"
+    assert ast.dump(made) == ast.dump(stored), "run: python docs/generated.py"
