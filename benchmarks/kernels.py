@@ -174,10 +174,10 @@ def _fresh_memory(contender: Contender, inputs: tuple[Tensor, Tensor, Tensor], s
     """(blocks the pool allocated, MiB of memory touched for the first time), means of steady steps."""
     for _ in range(3):
         _backward(contender, inputs)()
-    blocks, faults = pool.stats().fresh, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks, faults = pool.fresh, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(steps):
         _backward(contender, inputs)()
-    blocks = pool.stats().fresh - blocks
+    blocks = pool.fresh - blocks
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     return blocks // steps, faults * resource.getpagesize() / 2**20 / steps
 

@@ -28,7 +28,7 @@ _SLOTS, _INNER, _WIDTH, _HALF = 64, 2048, 4096, 2
 _ROWS: Mapping[Rows, int] = {"few": 48, "many": 1024}
 """Of a slot."""
 
-Measure = Callable[[int, Mapping[str, tile_table.Tile]], float]
+Measure = Callable[[int, tile_table.Tile], float]
 """Seconds of a product of so many rows in each slot, with entries of the table forced."""
 
 
@@ -85,7 +85,7 @@ def measured(capability: int, rounds: int, seconds: Measure) -> dict[str, tile_t
     found = {}
     for rows in CANDIDATES:
         name, tiles = key(capability, _HALF, rows), {str(tile): tile for tile in candidates(capability, rows)}
-        turns = {text: {"s": partial(seconds, _ROWS[rows], {name: tile})} for text, tile in tiles.items()}
+        turns = {text: {"s": partial(seconds, _ROWS[rows], tile)} for text, tile in tiles.items()}
         medians = race(turns, rounds).medians
         if medians:
             found[name] = tiles[min(medians, key=lambda text, of=medians: of[text]["s"])]  # type: ignore[misc]
@@ -100,13 +100,13 @@ def _modelled_seconds(device: str, rows: int, tile: tile_table.Tile) -> float:
     return matmul_cost(sizes, DEVICES[device]).seconds
 
 
-def _seconds(rows: int, tiles: Mapping[str, tile_table.Tile]) -> float:
+def _seconds(rows: int, tile: tile_table.Tile) -> float:
     from moe_lightning.kernels.triton import matmul as triton_matmul  # Triton is absent on most machines
+    from moe_lightning.kernels.triton.tiles import row_tiles
 
     device = torch.device("cuda")
     x = torch.zeros(rows * _SLOTS, _INNER, device=device, dtype=torch.bfloat16)
     weight = torch.zeros(_SLOTS, _INNER, _WIDTH, device=device, dtype=torch.bfloat16)
     counts = torch.full((_SLOTS,), rows, device=device)
-    with tile_table.forced(tiles):
-        cut = triton_matmul.cut(counts, len(x), x)
-        return timed(lambda: triton_matmul.grouped_mm(x, weight, cut))
+    cut = row_tiles(counts, len(x), tile)
+    return timed(lambda: triton_matmul.grouped_mm(x, weight, cut))

@@ -25,7 +25,6 @@ from moe_lightning.kernels.operations import gather_rows as gather_rows
 from moe_lightning.kernels.operations import grouped_mm as grouped_mm
 from moe_lightning.kernels.operations import keyed_dropout as keyed_dropout
 from moe_lightning.kernels.operations import pack as pack
-from moe_lightning.kernels.operations import packed_bytes as packed_bytes
 from moe_lightning.kernels.operations import permute as permute
 from moe_lightning.kernels.operations import plan_rows as plan_rows
 from moe_lightning.kernels.operations import plan_runs as plan_runs
@@ -35,7 +34,6 @@ from moe_lightning.kernels.operations import set_backend as set_backend
 from moe_lightning.kernels.operations import sort_by_expert as sort_by_expert
 from moe_lightning.kernels.operations import sum_in_rank_order as sum_in_rank_order
 from moe_lightning.kernels.operations import top_k_experts as top_k_experts
-from moe_lightning.kernels.operations import unpack as unpack
 from moe_lightning.kernels.operations import unpermute as unpermute
 from moe_lightning.kernels.operations import xor_parity as xor_parity
 from moe_lightning.kernels.torch_kernels import upload as upload

@@ -855,35 +855,31 @@ def keyed_dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
 _ALIGNMENT = 64
 
 
-def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes that `pack` needs: every tensor rounded up to 64 bytes."""
-    return sum(_room(tensor) for tensor in tensors)
-
-
 @torch.no_grad()
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """Copy tensors of any dtypes into one flat uint8 buffer, each piece aligned to 64 bytes, gaps filled with zeros.
 
     Args:
         tensors: at least one, all on one device.
-        out: uint8 [packed_bytes(tensors)] to fill, aligned to 16 bytes; by default a new buffer.
+        out: uint8 to fill, as long as all tensors rounded up, aligned to 16 bytes; by default a new buffer.
     """
     if not len(tensors):
         raise ConfigurationError("pack needs at least one tensor")
-    num_bytes = packed_bytes(tensors)
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     if out is None:
-        out = empty((num_bytes,), torch.uint8, tensors[0].device)
-    for tensor, piece, gap in _pieces(out, tensors, num_bytes):
-        piece.copy_(tensor)
-        gap.zero_()
+        out = empty((sum(rooms),), torch.uint8, tensors[0].device)
+    _check_bytes("flat buffer", out, sum(rooms))
+    if out.data_ptr() % 16 or out.storage_offset() % 16:
+        raise ConfigurationError(
+            f"flat buffer begins at byte {out.storage_offset()} of its storage: begin at a multiple of 16"
+        )
+    for i, tensor in enumerate(tensors):
+        _check_device(f"tensor {i}", tensor, out.device)
+    for tensor, size, piece in zip(tensors, sizes, torch.split(out, rooms), strict=True):
+        piece[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        piece[size:].zero_()
     return out
-
-
-@torch.no_grad()
-def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a buffer that `pack` made back into tensors of the same shapes and dtypes, in place."""
-    for tensor, piece, _ in _pieces(flat, tensors, packed_bytes(tensors)):
-        tensor.copy_(piece)
 
 
 @torch.no_grad()
@@ -934,10 +930,6 @@ def sum_in_rank_order(parts_NL: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-
-
 def _check_bytes(name: str, tensor: Tensor, num_bytes: int) -> None:
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ConfigurationError(
@@ -945,20 +937,3 @@ def _check_bytes(name: str, tensor: Tensor, num_bytes: int) -> None:
         )
     if tensor.numel() != num_bytes:
         raise ConfigurationError(f"{name} holds {tensor.numel()} bytes, but {num_bytes} are needed")
-
-
-def _pieces(flat: Tensor, tensors: Sequence[Tensor], num_bytes: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(tensor, its piece of the buffer in its shape and dtype, the gap behind it)."""
-    _check_bytes("flat buffer", flat, num_bytes)
-    if flat.data_ptr() % 16 or flat.storage_offset() % 16:
-        raise ConfigurationError(
-            f"flat buffer begins at byte {flat.storage_offset()} of its storage: begin at a multiple of 16"
-        )
-    for i, tensor in enumerate(tensors):
-        _check_device(f"tensor {i}", tensor, flat.device)
-    start = 0
-    for tensor in tensors:
-        stop = start + tensor.numel() * tensor.element_size()
-        end = start + _room(tensor)
-        yield tensor, flat[start:stop].view(tensor.dtype).view(tensor.shape), flat[stop:end]
-        start = end

@@ -12,8 +12,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,7 +44,6 @@ _KEY = re.compile(r"sm_\d{2,3} 2 (few|many)")
 _SIZES = (16, 32, 64, 128, 256)
 _MOST_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
-_forced: dict[str, Tile] = {}
 
 
 def key(capability: int, element_bytes: int, rows: Rows) -> str:
@@ -75,23 +73,11 @@ def user_file() -> Path:
 
 def chosen(capability: int, element_bytes: int, rows: Rows) -> Tile | None:
     """The entry of the user's table, else of the shipped one; None: neither has one."""
-    wanted = key(capability, element_bytes, rows)
     try:
         own = user_file()
     except RuntimeError:  # a container's user may have no home
         own = None
-    return _forced.get(wanted) or _tables(own).get(wanted)
-
-
-@contextmanager
-def forced(tiles: Mapping[str, Tile]) -> Iterator[None]:
-    """Use these entries before those of all tables, to measure them."""
-    _forced.update(tiles)
-    try:
-        yield
-    finally:
-        for name in tiles:
-            del _forced[name]
+    return _tables(own).get(key(capability, element_bytes, rows))
 
 
 def write(path: Path, how: str, tiles: Mapping[str, Tile]) -> None:

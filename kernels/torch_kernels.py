@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,20 +33,14 @@ _LARGE = 1 << 20
 Block = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolStats:
-    """Statistics of the pool: blocks allocated and blocks reused since it was made, bytes that are idle now."""
-
-    fresh: int
-    reused: int
-    idle_bytes: int
-
-
 class BufferPool:
     """Lends blocks of touched host memory as tensors; safe to use from several threads.
 
     A request takes the smallest idle block that holds it and is at most twice as large. Idle blocks beyond
     `idle_limit_bytes` are given back to the system, those that were used longest ago first.
+
+    Attributes:
+        fresh, reused: blocks allocated, and those lent again, since the pool was made.
     """
 
     def __init__(self, idle_limit_bytes: int = 4 << 30) -> None:
@@ -55,8 +48,7 @@ class BufferPool:
         self._idle: list[Block] = []
         self._returned: deque[Block] = deque()
         self._lock = threading.Lock()
-        self._fresh = 0
-        self._reused = 0
+        self.fresh = self.reused = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised CPU tensor; NaN where torch is told to fill uninitialised memory, as `torch.empty` does."""
@@ -72,12 +64,12 @@ class BufferPool:
             tensor.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
         return tensor
 
-    def stats(self) -> PoolStats:
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that are lent to nobody now."""
         with self._lock:
             self._collect()
-            return PoolStats(
-                fresh=self._fresh, reused=self._reused, idle_bytes=sum(block.nbytes for block in self._idle)
-            )
+            return sum(block.nbytes for block in self._idle)
 
     def clear(self) -> None:
         """Free all idle blocks."""
@@ -90,9 +82,9 @@ class BufferPool:
             self._collect()
             fitting = [i for i, block in enumerate(self._idle) if num_bytes <= block.nbytes <= 2 * num_bytes]
             if fitting:
-                self._reused += 1
+                self.reused += 1
                 return self._idle.pop(min(fitting, key=lambda i: self._idle[i].nbytes))
-            self._fresh += 1
+            self.fresh += 1
         step = max(_ALIGNMENT, 1 << (num_bytes.bit_length() - 4))  # of an eighth: uneven batches share blocks
         size = -(-num_bytes // step) * step
         raw = np.empty(size + _ALIGNMENT, dtype=np.uint8)

@@ -24,7 +24,7 @@ def test_a_block_returns_when_its_last_view_dies(own):
     assert own.empty((2, MIB), torch.float32).data_ptr() != address, "a view still holds the block"
     del view
     gc.collect()
-    assert own.stats().idle_bytes > 0
+    assert own.idle_bytes > 0
     assert own.empty((2, MIB), torch.bfloat16).dtype == torch.bfloat16
 
 
@@ -37,18 +37,18 @@ def test_blocks_that_live_at_once_do_not_overlap(own):
 def test_idle_memory_is_limited(own):
     tensors = [own.empty((4 * MIB,), torch.float32) for _ in range(5)]
     del tensors
-    assert own.stats().idle_bytes <= 8 << 20
+    assert own.idle_bytes <= 8 << 20
     own.clear()
-    assert own.stats().idle_bytes == 0
+    assert own.idle_bytes == 0
 
 
 def test_a_small_tensor_takes_no_large_block(own):
     del_me = own.empty((4 * MIB,), torch.float32)
     del del_me
     own.empty((MIB,), torch.float32)
-    assert own.stats().reused == 0
+    assert own.reused == 0
     own.empty((3 * MIB,), torch.float32)
-    assert own.stats().reused == 1
+    assert own.reused == 1
 
 
 def test_threads_never_share_a_block(own):
@@ -84,8 +84,8 @@ def test_a_steady_layer_allocates_nothing_large():
         torch.autograd.grad(out, [x, w1, w2, weights], torch.ones_like(out))
 
     step()
-    before = pool.stats()
+    fresh, reused = pool.fresh, pool.reused
     step()
     step()
-    assert pool.stats().fresh == before.fresh
-    assert pool.stats().reused > before.reused
+    assert pool.fresh == fresh
+    assert pool.reused > reused
