@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -53,78 +54,50 @@ from moe_lightning.parallel.abort import tune
 _TIMEOUT = timedelta(seconds=60)
 
 
-class StoreRequests:
-    """Store requests that wait for their answers, from any thread.
+class RendezvousStore(Store):
+    """torch store with the keys of one world, for several threads.
+
+    Calls wait for the answer of the rendezvous host. They raise `DistNetworkError` if the world or the connection
+    breaks, and `DistStoreError` without an answer in time.
 
     Args:
         send: sends to the rendezvous host; returns False if there is no connection.
+        world: the world's number.
+
+    Attributes:
+        world: as given.
     """
 
-    def __init__(self, send: Callable[[Message], bool]) -> None:
-        self._send = send
-        self._changed = threading.Condition()
-        self._numbers = itertools.count()
-        self._answers: dict[int, Message] = {}
-        self._open: dict[int, int] = {}  # request -> world
-        self._over = 0  # worlds up to this number are broken
+    _numbers = itertools.count()  # of the requests in all worlds: a late answer is to no other request
 
-    def ask(self, world: int, op: str, keys: Sequence[str], value: str, timeout_s: float) -> Any:
-        """Send one request and return its answer.
-
-        Raises:
-            DistNetworkError: the world broke, or the connection to the rendezvous host did.
-            DistStoreError: there was no answer in time.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            if world <= self._over:
-                raise DistNetworkError("the store of a world that broke")
-            number = next(self._numbers)
-            self._open[number] = world
-        request = {"t": "store", "n": number, "number": world, "op": op, "keys": list(keys), "value": value}
-        is_sent = self._send(request)
-        with self._changed:
-            try:
-                while is_sent and number in self._open and number not in self._answers:
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        raise DistStoreError(f"{op} of {', '.join(keys)} timed out after {timeout_s:g} s")
-                    self._changed.wait(remaining)
-                answer = self._answers.pop(number, None)
-            finally:
-                self._open.pop(number, None)
-        if answer is None or "value" not in answer:
-            raise DistNetworkError("the connection to the store was cut")
-        return answer["value"]
+    def __init__(self, send: Callable[[Message], bool], world: int) -> None:
+        super().__init__()
+        self._send, self.world, self._limit = send, world, _TIMEOUT
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._is_over = False
 
     def answer(self, message: Message) -> None:
         """Deliver an answer to the thread that waits for it."""
-        with self._changed:
-            if message.get("n") in self._open:
-                self._answers[message["n"]] = message
-                self._changed.notify_all()
+        with self._lock:
+            waiting = self._waiting.pop(message.get("n", -1), None)
+        if waiting is not None and "value" in message:
+            waiting.set_result(message["value"])
+        elif waiting is not None:
+            waiting.set_exception(DistNetworkError("the store of a world that is over"))
 
-    def end(self, world: int | None = None) -> None:
-        """Fail all requests of worlds up to `world`, now and later; without it those that wait on a lost connection."""
-        with self._changed:
-            if world is not None:
-                self._over = max(self._over, world)
-            for number in [n for n, owner in self._open.items() if world is None or owner <= world]:
-                del self._open[number]
-            self._changed.notify_all()
+    def fail_waiting(self) -> None:
+        """Fail all requests that wait for answers."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for each in waiting.values():
+            each.set_exception(DistNetworkError("the connection to the store was cut"))
 
-
-class RendezvousStore(Store):
-    """torch store with the keys of one world.
-
-    Args:
-        requests: of this process.
-        world: the world's number.
-    """
-
-    def __init__(self, requests: StoreRequests, world: int) -> None:
-        super().__init__()
-        self._requests, self._world, self._limit = requests, world, _TIMEOUT
+    def end(self) -> None:
+        """Fail all requests, now and later: the world broke."""
+        with self._lock:
+            self._is_over = True
+        self.fail_waiting()
 
     @override
     def set_timeout(self, timeout: timedelta) -> None:
@@ -168,7 +141,21 @@ class RendezvousStore(Store):
 
     def _ask(self, op: str, keys: Sequence[str], value: str = "", *, limit: timedelta | None = None) -> Any:
         seconds = (self._limit if limit is None else limit).total_seconds()
-        return self._requests.ask(self._world, op, keys, value, seconds)
+        number, answer = next(self._numbers), Future[Any]()
+        with self._lock:
+            if self._is_over:
+                raise DistNetworkError("the store of a world that broke")
+            self._waiting[number] = answer
+        request = {"t": "store", "n": number, "number": self.world, "op": op, "keys": list(keys), "value": value}
+        try:
+            if not self._send(request):
+                raise DistNetworkError("there is no connection to the store")
+            return answer.result(max(0.0, seconds))
+        except TimeoutError:
+            raise DistStoreError(f"{op} of {', '.join(keys)} timed out after {seconds:g} s") from None
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
 
 
 def _text(value: str | bytes) -> str:
@@ -281,39 +268,15 @@ class _Link:
 _LOOKUP_S = 0.05
 
 
-class _Lookup:
-    """Lookup of a host's name, by a thread: a name server may keep silent for half a minute.
+Target = tuple[socket.AddressFamily, Any]
+"""Family and address for a socket."""
 
-    Args:
-        address: to be resolved.
-        attempt: see `Address.resolve`.
 
-    Attributes:
-        address: as given.
-    """
-
-    def __init__(self, address: Address, attempt: int) -> None:
-        self.address, self._attempt = address, attempt
-        self._found: tuple[socket.AddressFamily, Any] | OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="elastic-lookup", daemon=True)
-        self._thread.start()
-
-    def found(self) -> tuple[socket.AddressFamily, Any] | None:
-        """Return family and address for a socket; None if they are not known within a moment.
-
-        Raises:
-            OSError: the host's name is not known.
-        """
-        self._thread.join(_LOOKUP_S)
-        if isinstance(self._found, OSError):
-            raise self._found
-        return self._found
-
-    def _run(self) -> None:
-        try:
-            self._found = self.address.resolve(self._attempt)
-        except OSError as error:
-            self._found = error
+def _resolve(address: Address, attempt: int, found: Future[Target]) -> None:
+    try:
+        found.set_result(address.resolve(attempt))
+    except OSError as error:
+        found.set_exception(error)
 
 
 class _Route:
@@ -333,7 +296,7 @@ class _Route:
         self.address, self._relay = address, relay
         self.is_relayed = relay is not None
         self.local_host: str | None = None
-        self._lookup: _Lookup | None = None
+        self._lookup: Future[Target] | None = None
         self._failures = 0  # of attempts at the host itself
 
     @property
@@ -345,15 +308,21 @@ class _Route:
         """Set what the relay knows of the host."""
         self.address, self.local_host = address, local_host
 
-    def look_up(self) -> tuple[socket.AddressFamily, Any] | None:
-        """Return family and address of the next attempt for a socket; None if they are not known within a moment.
+    def look_up(self) -> Target | None:
+        """Return where the next attempt leads; None if that is not known within a moment. A thread looks it up, since a
+        name server may keep silent for half a minute.
 
         Raises:
             OSError: the host's name is not known.
         """
-        if self._lookup is None or self._lookup.address != self.next_address:
-            self._lookup = _Lookup(self.next_address, self._failures)
-        return self._lookup.found()
+        if self._lookup is None:
+            self._lookup = Future()
+            arguments = self.next_address, self._failures, self._lookup
+            threading.Thread(target=_resolve, args=arguments, name="elastic-lookup", daemon=True).start()
+        try:
+            return self._lookup.result(_LOOKUP_S)
+        except TimeoutError:
+            return None
 
     def turn(self, *, has_failed: bool) -> None:
         """Try the other way after a loss, or after an attempt that has failed."""
@@ -363,7 +332,7 @@ class _Route:
 
     def move(self, address: Address) -> None:
         """Connect to another host, without the relay."""
-        self.address, self.is_relayed = address, False
+        self.address, self.is_relayed, self._lookup = address, False, None
 
 
 class ClientConnection:
@@ -688,7 +657,7 @@ class LauncherClient:
             self._connection.send(message)
 
     def judge(self, health: NodeHealth) -> NodeHealth:
-        """Report this machine's health, and return it with the host's verdict.
+        """Report this machine's health, and return it with the host's verdict; other messages until then are dropped.
 
         Raises:
             ConfigurationError: the host does not answer within `rendezvous_timeout_s`.
@@ -696,22 +665,17 @@ class LauncherClient:
         with self._lock:
             self._facts.health = health
             self._send_health()
-        others: list[Message] = []
         limit = self._settings.rendezvous_timeout_s
         try:
             while True:
-                match message := self._received.get(timeout=limit):
+                match self._received.get(timeout=limit):
                     case {"t": "health", "refused": str(refused), "clock_offset_s": float(offset_s)}:
                         return replace(health, refused=refused, clock_offset_s=offset_s)
-                others.append(message)
         except queue.Empty:
             raise ConfigurationError(
                 f"the rendezvous host at {self.address} has not admitted this machine within {limit:g} s "
                 f"({self.error or 'it does not answer'}): see that it has the same version, and start this again"
             ) from None
-        finally:
-            for message in others:
-                self._received.put(message)
 
     def read(self) -> list[Message]:
         """Return the messages since the last call."""

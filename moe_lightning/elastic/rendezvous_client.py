@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_lightning.elastic.client_state import ClientState, Endpoint
-from moe_lightning.elastic.connection import ClientConnection, RendezvousStore, StoreRequests
+from moe_lightning.elastic.connection import ClientConnection, RendezvousStore
 from moe_lightning.elastic.etcd_rendezvous import LeaderLookup
 from moe_lightning.elastic.membership import ElasticTask, Members
 from moe_lightning.elastic.preemption import PreemptionWatch
@@ -334,7 +334,6 @@ class RendezvousClient:
             relay=None if task.relay is None else Address.parse(task.relay),
         )
         self._leader = None if task.etcd is None else LeaderLookup(*task.etcd)
-        self._requests = StoreRequests(self._connection.send)
         self._store: RendezvousStore | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-client", daemon=True)
@@ -389,7 +388,11 @@ class RendezvousClient:
                 self._changed.wait(_LOOK_S)
             assert state.world is not None
             members = state.world.members
-            self._store = RendezvousStore(self._requests, members.number)
+            if self._store is not None:
+                self._store.end()
+            self._store = RendezvousStore(self._connection.send, members.number)
+            if state.world.broken_at is not None:
+                self._store.end()
             return members
 
     def withdraw_if_early(self) -> bool:
@@ -532,7 +535,8 @@ class RendezvousClient:
         for message in messages:
             self._connection.send(message)
         for number in state.broken:
-            self._requests.end(number)
+            if self._store is not None and self._store.world <= number:
+                self._store.end()
             if self._groups.abort is None or state.guarded is None or state.guarded.members.number != number:
                 continue
             try:
@@ -551,8 +555,8 @@ class RendezvousClient:
                 self._connection.step(self._clock.tick(), step_s)
                 self._look_for_host()
                 with self._changed:
-                    if self._connection.losses != losses:
-                        self._requests.end()
+                    if self._connection.losses != losses and self._store is not None:
+                        self._store.fail_waiting()
                     self._tick(self._clock.tick())
             except Exception:  # this thread must go on: it ends a process that hangs
                 logger.exception("the rendezvous client could not do its work")
@@ -604,7 +608,8 @@ class RendezvousClient:
     def _handle(self, message: Message) -> None:
         match message:
             case {"t": "stored"}:
-                self._requests.answer(message)
+                if self._store is not None:
+                    self._store.answer(message)
                 return
             case {"t": "introduce", "full": bool(is_full)}:
                 self._introduce(self._connection.send, is_full=is_full)
