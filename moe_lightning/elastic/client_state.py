@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id, pack_ids, unpack_ids
-from moe_lightning.elastic.protocol import Message, WireError
+from moe_lightning.elastic.membership import ElasticTask, Members, hang_limit_s, new_member_id, pack_ids, unpack_ids
+from moe_lightning.elastic.protocol import Message
 from moe_lightning.errors import ConfigurationError
 
 Endpoint = tuple[str, int]
@@ -306,14 +306,11 @@ class ClientState:
                 self.rejection = Rejection(reason=reason, probes=_endpoints(probes), at=now)
 
     def _enter(self, number: int, packed: list[Any], probes: Mapping[str, Any], *, has_set_up: bool) -> None:
-        try:
-            ids, endpoints = unpack_ids(packed), _endpoints(probes)
-        except ValueError as error:
-            raise WireError(str(error)) from None
+        ids = unpack_ids(packed)
         if self.member_id not in ids or number <= self._number:
             return
-        members = Members(number=number, ids=ids, me=ids.index(self.member_id))
-        self.world = JoinedWorld(members=members, has_set_up=has_set_up, probes=endpoints)
+        members = Members(number=number, ids=ids, rank=ids.index(self.member_id))
+        self.world = JoinedWorld(members=members, has_set_up=has_set_up, probes=_endpoints(probes))
         self._join.is_waiting = self._join.is_spare = False
         self._waiting_since = self.rejection = None
 
@@ -368,7 +365,8 @@ class ClientState:
 
     def exceeded_limit_s(self, now: float) -> float | None:
         """Return the time that the main thread had to return from a broken world, if it is over; else None."""
-        since, limit_s = self.awaited_since, self._task.settings.hang_limit_s(self.progress)
+        since, settings = self.awaited_since, self._task.settings
+        limit_s = hang_limit_s(settings.hang_timeout_s, settings.start_timeout_s, self.progress)
         return limit_s if since is not None and now - since >= limit_s else None
 
     # ------------------------------------------------------------------

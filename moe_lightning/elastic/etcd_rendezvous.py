@@ -400,16 +400,11 @@ class EtcdRendezvous:
         """Take part in the election until a leader is known."""
         limit_s = self._settings.rendezvous_timeout_s
         deadline = time.monotonic() + limit_s
-        has_secret = is_checked = False
         while True:
             try:
-                if not is_checked:
-                    self._etcd.check_version()
-                    is_checked = True
-                if not has_secret:  # only who takes part keeps the last of former launchers from deleting it
-                    self._election.keep(time.monotonic(), has_changed=True)
-                    self._write_secret()
-                    has_secret = True
+                self._etcd.check_version()
+                self._election.keep(time.monotonic(), has_changed=True)
+                self._write_secret()  # only who takes part keeps the last of former launchers from deleting it
                 self._step(has_changed=True)
                 if self._election.leader is not None:
                     return

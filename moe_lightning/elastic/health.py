@@ -177,8 +177,8 @@ def _written_and_read(node: str, folder: Path, size: int) -> float:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # out of the page cache, so that the disk is read
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            # Out of the page cache, so that the disk is read.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             is_same = file.read() == data
     except OSError as error:

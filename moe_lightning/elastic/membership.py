@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 from annotated_types import Interval
 
 from moe_lightning.config import PositiveInt, Seconds, validated
+from moe_lightning.elastic.protocol import WireError
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 
@@ -37,22 +38,17 @@ class Members:
     Attributes:
         number: of the world; always grows, also over restarts of the rendezvous host and the run.
         ids: the members, oldest first; the index is the rank.
-        me: this process's index.
+        rank: this process's index.
     """
 
     number: int
     ids: tuple[str, ...]
-    me: int
+    rank: int
 
     @property
     def name(self) -> str:
         """Unique name of the world; the prefix of its keys in a store."""
         return f"world-{self.number}"
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self.me
 
     @property
     def size(self) -> int:
@@ -131,7 +127,7 @@ def unpack_ids(packed: Iterable[Any]) -> tuple[str, ...]:
     """Return the ids that `pack_ids` has packed, sorted.
 
     Raises:
-        ValueError: they are malformed.
+        WireError: they are malformed.
     """
     ids: list[str] = []
     for entry in packed:
@@ -141,7 +137,7 @@ def unpack_ids(packed: Iterable[Any]) -> tuple[str, ...]:
             case [str(node), str(launcher), int(time_ns), list(slots)] if all(type(slot) is int for slot in slots):
                 ids += [new_member_id(node, worker_token(launcher, slot, 1), time_ns + slot) for slot in slots]
             case _:
-                raise ValueError("malformed members")
+                raise WireError("malformed members")
     return tuple(sorted(ids))
 
 
@@ -297,10 +293,6 @@ class ElasticSettings:
         """
         return min(HEARTBEAT_S, 0.1 * self.silence_timeout_s) * min(2.0, max(1.0, ranks / _FEW_RANKS))
 
-    def hang_limit_s(self, progress: int) -> float:
-        """Return the time that a member that has reported so many steps has to rejoin after its world broke."""
-        return hang_limit_s(self.hang_timeout_s, self.start_timeout_s, progress)
-
     def __post_init__(self) -> None:
         MEMBERSHIPS.find(self.membership)
         if self.build_timeout_s >= self.hang_timeout_s:
@@ -312,7 +304,10 @@ class ElasticSettings:
 
 
 def hang_limit_s(hang_s: float, start_s: float, progress: int) -> float:
-    """Return the limit of `ElasticSettings.hang_timeout_s`: a first step is slow and cannot be interrupted."""
+    """Return the time that a member that has reported so many steps has to rejoin after its world broke.
+
+    Before its first step it has the longer one: that is slow, and cannot be interrupted.
+    """
     return hang_s if progress else max(hang_s, start_s)
 
 

@@ -47,13 +47,13 @@ class RendezvousServer:
     """
 
     def __init__(self, *, bind: str | None = None, secret_file: str | Path | None = None) -> None:
-        self._folder = PrivateFolder(longest=LONGEST_PATH) if bind is None or secret_file is None else None
-        self.secret_file = Path(secret_file) if secret_file is not None else self._private("secret")
+        self._folder = PrivateFolder(longest=LONGEST_PATH)
+        self.secret_file = self._folder.path / "secret" if secret_file is None else Path(secret_file)
         try:
             secret = create_secret(self.secret_file)
-            listener = listen_privately(self._private("socket")) if bind is None else listen(bind)
+            listener = listen_privately(self._folder.path / "socket") if bind is None else listen(bind)
         except ConfigurationError:
-            self._remove_folder()
+            self._folder.close()
             raise
         name = listener.getsockname()
         self.address = Address(path=name) if isinstance(name, str) else Address(host=name[0], port=name[1])
@@ -77,15 +77,7 @@ class RendezvousServer:
         if self._server is not None:
             self._server.close()
             self._server = None
-        self._remove_folder()
-
-    def _private(self, name: str) -> Path:
-        assert self._folder is not None
-        return self._folder.path / name
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
+        self._folder.close()
 
 
 def main(arguments: list[str] | None = None) -> int:

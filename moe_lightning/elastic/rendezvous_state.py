@@ -289,27 +289,24 @@ def _largest(
 ) -> frozenset[str]:
     """Remove either the node with the most dead links, or all nodes that it does not reach."""
 
-    def importance(node: str) -> tuple[int, bool, int]:
-        return len(cut_off[node] & nodes), not facts[node].is_local, -facts[node].members
+    def importance(node: str) -> tuple[int, bool, int, str]:
+        fact = facts[node]
+        return -len(cut_off[node] & nodes), fact.is_local, fact.members, fact.oldest
 
-    worst = max(sorted(nodes, key=lambda node: facts[node].oldest), key=importance, default=None)
+    worst = min(nodes, key=importance, default=None)
     if worst is None or not cut_off[worst] & nodes:
         return nodes
     without = _largest(nodes - {worst}, cut_off, facts, exact=exact)
     if not exact:
         return without
     alone = _largest(nodes - cut_off[worst], cut_off, facts, exact=exact)
-    return max(without, alone, key=lambda part: _rank_key(part, facts))
+    return min(without, alone, key=lambda part: _preference([facts[node] for node in part]))
 
 
-def _rank_key(part: frozenset[str], facts: Mapping[str, NodeFacts]) -> tuple[int, bool, int, list[int]]:
-    everybody = sorted(fact.oldest for fact in facts.values())
-    return (
-        len(part),
-        any(facts[node].is_local for node in part),
-        sum(facts[node].members for node in part),
-        [-everybody.index(oldest) for oldest in sorted(facts[node].oldest for node in part)],
-    )
+def _preference(part: list[NodeFacts]) -> tuple[int, bool, int, list[str]]:
+    """Return a key that is the least for the nodes that stay."""
+    has_host = any(node.is_local for node in part)
+    return -len(part), not has_host, -sum(node.members for node in part), sorted(node.oldest for node in part)
 
 
 _DECISION_SHARE = 0.05  # of the silence timeout
@@ -688,19 +685,16 @@ class RendezvousState:
             return
         match value:
             case {"number": int(number), "patience": list(timeouts)} if 0 < number < 2**62:
-                packed = value.get("members")
+                pass
             case _:
                 raise WireError("a malformed world")
         if self._is_known(number):
             return
-        if not isinstance(packed, list):
-            raise WireError("a malformed world")
-        try:
-            ids = unpack_ids(packed)
-        except ValueError as error:
-            raise WireError(str(error)) from None
-        if not ids or not all(map(is_member_id, ids)):
-            raise WireError("a malformed world")
+        match value:
+            case {"members": list(packed)} if (ids := unpack_ids(packed)) and all(map(is_member_id, ids)):
+                pass
+            case _:
+                raise WireError("a malformed world")
         limits = parse_timeouts(timeouts)
         self._last_number = number
         self.world = CurrentWorld(number=number, ids=ids, progress_at=now)

@@ -608,10 +608,7 @@ class RendezvousService:
     def decide(self, now: float) -> bool:
         """Make the decisions that are due; return False if this host must form no more worlds."""
         former = self._state.world
-        try:
-            self._state.tick(now)
-        except Exception:  # a defect in one decision shall not silence the host
-            logger.exception("the rendezvous host could not decide")
+        self._state.tick(now)
         world = self._state.world
         if world is not None and world is not former and self._commit is not None and not self._commit(world):
             self.outbox.clear()  # nobody learns of it

@@ -142,7 +142,6 @@ LAUNCHER_PID_VARIABLE = "MOE_LIGHTNING_LAUNCHER_PID"
 EXIT_HANGING = 75  # EX_TEMPFAIL: start me again
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_CHECK_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -150,15 +149,12 @@ logger = logging.getLogger(__name__)
 def end_with_launcher() -> None:
     """Make this process end when its launcher dies; a no-op without a launcher.
 
-    On Linux the kernel kills it, also while it hangs in a library call; elsewhere a thread polls the parent.
+    The kernel kills it, also while it hangs in a library call.
     """
     launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher is None:
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    else:
-        threading.Thread(target=_watch_parent, args=(int(launcher),), daemon=True, name="launcher-watch").start()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(launcher):  # it died before the call above
         os._exit(1)
 
@@ -269,12 +265,6 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
-
-
-def _watch_parent(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(_CHECK_S)
-    os._exit(1)
 
 
 def end_hanging_process(limit_s: float, reason: str | None) -> NoReturn:
