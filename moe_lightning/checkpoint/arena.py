@@ -9,12 +9,12 @@ snapshot before for experts that were left out. So every whole snapshot has the 
 (P) or the recovery copy (R); all start in S. A snapshot goes into an S buffer; once it is complete and no buffer is P,
 it may become P; when the persist completes, P becomes R and the former R becomes S.
 
-Layout of the file (little-endian):
-    superblock   magic, sizes, the classes of blocks as JSON, xxh3 of these
-    state x 2    the triple buffer, written alternately, so that one copy is always whole
-    header x 3   generation begin, step, bytes, xxh3 of the table, generation end; torn where the generations differ
-    table x 3    JSON (`SnapshotIndex`)
+Layout of the file:
+    superblock   magic, record of the bytes of a table and the classes of blocks
+    state x 2    record of the triple buffer, written alternately, so that one copy is always whole
+    table x 3    record of a `SnapshotIndex`
     blocks       64-byte aligned, by size class
+A record is JSON behind its size and xxh3 (little-endian), which are zeros while it is written.
 
 Sources: PEC 3.2, MoC-System 5.1-5.2. The papers show a timeline only; the choice of the buffer that is filled and of
 the waiting snapshot that is dropped is ours.
@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -361,21 +361,23 @@ def _free_bytes(room: Path) -> int:
     return min(free, available_memory()) if room.is_relative_to(MEMORY) else free
 
 
-_MAGIC = b"MOEARN03"
+_MAGIC = b"MOEARN04"
 _PAGE = 4096
 _ALIGN = 64
 _MADV_POPULATE_WRITE = 23  # missing from the mmap module
-_SUPERBLOCK = struct.Struct("<8sQQQQ")  # magic, bytes of superblock, of a table, of all blocks, of the JSON behind
-_HEADER = struct.Struct("<QqQQQ")  # generation begin, step, bytes of table, xxh3 of table, generation end
-_STATE = struct.Struct(
-    "<Q" + "qqq" * 3 + "qQqq"
-)  # sequence, (status, step, used_at) x 3, writing, clock, newest, wanted
-_DIGEST_BYTES = 8
+_RECORD = struct.Struct("<QQ")  # bytes and xxh3 of the JSON behind
 _LOCK_TIMEOUT_S = 10.0
 _FREED_S = 60.0  # an agent may be writing
 _POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
+
+
+class _NumberedState(NamedTuple):
+    """The newer one of two states has the larger number."""
+
+    number: int
+    state: TripleBuffer
 
 
 class DamagedArena(CheckpointError):
@@ -388,20 +390,16 @@ def block_bytes(nbytes: int) -> int:
 
 
 def arena_bytes(capacity: Mapping[int, int], table_bytes: int) -> int:
-    """Size of the file for `capacity[block size] = keys`: three blocks each, plus tables and headers."""
-    return len(_superblock(capacity, table_bytes)) + 5 * _PAGE + 3 * table_bytes + _all_blocks(capacity)
-
-
-def _all_blocks(capacity: Mapping[int, int]) -> int:
-    return 3 * sum(size * count for size, count in capacity.items())
+    """Size of the file for `capacity[block size] = keys`: three blocks each, plus tables and states."""
+    blocks = 3 * sum(size * count for size, count in capacity.items())
+    return len(_superblock(capacity, table_bytes)) + 2 * _PAGE + 3 * table_bytes + blocks
 
 
 def _superblock(capacity: Mapping[int, int], table_bytes: int) -> bytes:
     """Whole pages."""
-    classes = json.dumps(sorted(capacity.items())).encode()
-    size = -(-(_SUPERBLOCK.size + len(classes) + _DIGEST_BYTES) // _PAGE) * _PAGE
-    content = _SUPERBLOCK.pack(_MAGIC, size, table_bytes, _all_blocks(capacity), len(classes)) + classes
-    return (content + xxhash.xxh3_64_digest(content)).ljust(size, b"\0")
+    data = json.dumps([table_bytes, sorted(capacity.items())]).encode()
+    content = _MAGIC + _RECORD.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
+    return content.ljust(-(-len(content) // _PAGE) * _PAGE, b"\0")
 
 
 class Arena:
@@ -432,36 +430,47 @@ class Arena:
             if hold_alive:
                 message = f"another process writes snapshots to {self.path}: end it first"
                 lock_exclusively(self._alive_fd, timeout_s=_LOCK_TIMEOUT_S, message=message)
-            superblock = self._map_whole()
+            self._map_whole()
         except BaseException:
             self.close()
             raise
-        self._state_at = superblock
-        self._header_at = superblock + 2 * _PAGE
-        self._table_at = superblock + 5 * _PAGE
+        self._state_at = len(_superblock(self.capacity, self.table_bytes))
+        self._table_at = self._state_at + 2 * _PAGE
         self._blocks_at = self._table_at + 3 * self.table_bytes
-        self._parsed: dict[
-            int, tuple[tuple[int, int], SnapshotIndex | None]
-        ] = {}  # tables by generation and digest: parsing takes long
+        self._parsed: dict[int, tuple[int, SnapshotIndex | None]] = {}  # tables by digest: parsing takes long
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def _map_whole(self) -> int:
-        """Map the file and read its superblock; returns the bytes of that."""
+    def _map_whole(self) -> None:
+        """Map the file and read its superblock."""
         size = os.fstat(self._fd).st_size
         if size < _PAGE:
             raise DamagedArena(f"{self.path} is not an arena: {size} bytes are too few; delete it")
         self._map = mmap.mmap(self._fd, size)
-        magic, superblock, self.table_bytes, blocks, json_bytes = _SUPERBLOCK.unpack_from(self._map, 0)
-        if magic != _MAGIC:
+        if self._map[: len(_MAGIC)] != _MAGIC:
             raise DamagedArena(f"{self.path} is not an arena of this version; delete it")
-        end = _SUPERBLOCK.size + json_bytes
-        if xxhash.xxh3_64_digest(self._map[:end]) != self._map[end : end + _DIGEST_BYTES]:
+        data = self._record(len(_MAGIC), size - len(_MAGIC))
+        if data is None:
             raise DamagedArena(f"{self.path} is damaged: the checksum of its superblock does not match; delete it")
-        if superblock + 5 * _PAGE + 3 * self.table_bytes + blocks != size:
+        self.table_bytes, classes = json.loads(data)
+        self.capacity: dict[int, int] = dict(classes)
+        if arena_bytes(self.capacity, self.table_bytes) != size:
             raise DamagedArena(f"{self.path} is damaged: {size} bytes are not what its superblock says; delete it")
-        classes = json.loads(self._map[_SUPERBLOCK.size : end])
-        self.capacity = {int(block): int(count) for block, count in classes}
-        return int(superblock)
+
+    def _record(self, at: int, room: int) -> bytes | None:
+        """The JSON of a record that has so many bytes of room; None where there is none, or a torn one."""
+        size, digest = _RECORD.unpack_from(self._map, at)
+        if not 0 < size <= room - _RECORD.size:
+            return None
+        data = self._map[at + _RECORD.size : at + _RECORD.size + size]
+        return data if xxhash.xxh3_64_intdigest(data) == digest else None
+
+    def _write_record(self, at: int, data: bytes) -> None:
+        self._void_record(at)
+        self._map[at + _RECORD.size : at + _RECORD.size + len(data)] = data
+        _RECORD.pack_into(self._map, at, len(data), xxhash.xxh3_64_intdigest(data))
+
+    def _void_record(self, at: int) -> None:
+        _RECORD.pack_into(self._map, at, 0, 0)
 
     @classmethod
     def create(cls, path: Path, *, capacity: Mapping[int, int], table_bytes: int) -> Arena:
@@ -526,34 +535,21 @@ class Arena:
     @property
     def state(self) -> TripleBuffer:
         """The triple buffer as last written (the newer whole one of the two copies)."""
-        return max((self._read_state(slot) for slot in (0, 1)), key=lambda pair: pair[0])[1]
+        return self._newest_state().state
 
     def transition(self, step: Callable[[TripleBuffer], TripleBuffer]) -> TripleBuffer:
         """Apply `step: TripleBuffer -> TripleBuffer` under the file's lock and return the new state."""
         with self.locked():
-            sequence, state = max((self._read_state(slot) for slot in (0, 1)), key=lambda pair: pair[0])
-            new = step(state)
-            numbers = [value for b in new.buffers for value in (int(b.status), b.step, b.used_at)]
-            writing = -1 if new.writing is None else new.writing
-            packed = _STATE.pack(sequence + 1, *numbers, writing, new.clock, new.newest, new.wanted)
-            at = self._state_at + (sequence + 1) % 2 * _PAGE
-            self._map[at : at + _STATE.size + 8] = packed + xxhash.xxh3_64_digest(packed)
-            return new
+            newest = self._newest_state()
+            new = _NumberedState(newest.number + 1, step(newest.state))
+            self._write_record(self._state_at + new.number % 2 * _PAGE, dump_json(_NumberedState, new))
+            return new.state
 
-    def _read_state(self, slot: int) -> tuple[int, TripleBuffer]:
-        at = self._state_at + slot * _PAGE
-        packed = self._map[at : at + _STATE.size]
-        if xxhash.xxh3_64_digest(packed) != self._map[at + _STATE.size : at + _STATE.size + 8]:
-            return 0, TripleBuffer()  # never written, or its writer died in the middle: the other copy counts
-        sequence, *numbers, writing, clock, newest, wanted = _STATE.unpack(packed)
-        buffers = tuple(
-            Buffer(status=Status(status), step=step, used_at=used_at)
-            for status, step, used_at in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-        )
-        state = TripleBuffer(
-            buffers=buffers, writing=None if writing < 0 else writing, clock=clock, newest=newest, wanted=wanted
-        )
-        return sequence, state
+    def _newest_state(self) -> _NumberedState:
+        """The newer one of the two copies; one that was never written, or whose writer died in the middle, is none."""
+        copies = (self._record(self._state_at + slot * _PAGE, _PAGE) for slot in (0, 1))
+        states = (read_json(_NumberedState, data, str(self.path)) for data in copies if data is not None)
+        return max(states, key=lambda copy: copy.number, default=_NumberedState(0, TripleBuffer()))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -591,22 +587,20 @@ class Arena:
 
     def table(self, index: int) -> SnapshotIndex | None:
         """The table of a buffer's snapshot; None where the buffer is empty, torn, or of something else."""
-        begin, step, size, digest, end = _HEADER.unpack_from(self._map, self._header_at + index * _PAGE)
-        if begin != end or begin == 0 or step == NO_STEP or size > self.table_bytes:
-            return None
-        known, table = self._parsed.get(index, (None, None))
-        if known == (begin, digest):
-            return table
         at = self._table_at + index * self.table_bytes
-        data = self._map[at : at + size]
-        if xxhash.xxh3_64_intdigest(data) != digest:
+        _, digest = _RECORD.unpack_from(self._map, at)
+        known, table = self._parsed.get(index, (0, None))
+        if known == digest:
+            return table
+        data = self._record(at, self.table_bytes)
+        if data is None:
             return None
         try:
             table = SnapshotIndex.parse(data, str(self.path), memory_bytes=self.memory.numel())
         except CheckpointError as error:
             logger.warning("%s: this snapshot is passed over", error)
             table = None
-        self._parsed[index] = (begin, digest), table
+        self._parsed[index] = digest, table
         return table
 
     def tables(self) -> list[SnapshotIndex]:
@@ -624,30 +618,23 @@ class Arena:
         return self.memory[piece.at.data_offset : piece.at.data_offset + piece.nbytes]
 
     def begin_table(self, index: int) -> None:
-        """Mark a buffer's header as being written: it is torn until `finish_table`."""
-        at = self._header_at + index * _PAGE
-        begin, *_, end = _HEADER.unpack_from(self._map, at)
-        _HEADER.pack_into(self._map, at, max(begin, end) + 1, NO_STEP, 0, 0, 0)
+        """A buffer is being written: it has no table until `finish_table`."""
+        self._void_record(self._table_at + index * self.table_bytes)
 
     def finish_table(self, index: int, table: SnapshotIndex) -> None:
-        """Write the table, then the header with equal generations.
+        """Write the table of a buffer, which is whole now.
 
         Raises:
             ConfigurationError: the table does not fit.
         """
         data = table.dump()
-        if len(data) > self.table_bytes:
+        room = self.table_bytes - _RECORD.size
+        if len(data) > room:
             raise ConfigurationError(
-                f"the snapshot's table takes {len(data)} bytes, the arena has room for {self.table_bytes}: "
-                "raise table_bytes"
+                f"the snapshot's table takes {len(data)} bytes, the arena has room for {room}: raise table_bytes"
             )
-        at = self._table_at + index * self.table_bytes
-        self._map[at : at + len(data)] = data
-        header = self._header_at + index * _PAGE
-        begin, *_ = _HEADER.unpack_from(self._map, header)
-        digest = xxhash.xxh3_64_intdigest(data)
-        _HEADER.pack_into(self._map, header, begin, table.step, len(data), digest, begin)
-        self._parsed[index] = (begin, digest), table
+        self._write_record(self._table_at + index * self.table_bytes, data)
+        self._parsed[index] = xxhash.xxh3_64_intdigest(data), table
 
     def free_blocks(self, used: Iterable[Piece]) -> dict[int, list[int]]:
         """Offsets of the blocks of each class that no given piece occupies."""

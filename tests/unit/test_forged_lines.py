@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 
-from moe_lightning.checkpoint.arena import _HEADER, _PAGE, Arena, SnapshotIndex, arena_path
+from moe_lightning.checkpoint.arena import Arena, SnapshotIndex, arena_path
 from moe_lightning.checkpoint.loader import find_usable
 from moe_lightning.checkpoint.memory import local_inventory, protected_tables
 from moe_lightning.elastic.protocol import Message, WireError
@@ -96,11 +95,7 @@ def test_an_arena_with_a_forged_table_is_passed_over(made: Node, caplog: pytest.
     path = arena_path(made.arenas, 0)
     writer, data = Arena(path), json.dumps(table_of(made) | {"placed": [7]}).encode()
     for index in range(3):
-        begin, step, *_, end = _HEADER.unpack_from(writer._map, writer._header_at + index * _PAGE)
-        at = writer._table_at + index * writer.table_bytes
-        writer._map[at : at + len(data)] = data
-        digest = xxhash.xxh3_64_intdigest(data)
-        _HEADER.pack_into(writer._map, writer._header_at + index * _PAGE, begin + 1, step, len(data), digest, end + 1)
+        writer._write_record(writer._table_at + index * writer.table_bytes, data)
     writer.close()
     with caplog.at_level(logging.WARNING):
         assert {snapshot.writer for snapshot in local_inventory(made.arenas, "run")} == {1}
