@@ -8,23 +8,23 @@ time. The papers (MoC-System 5.2, REFT 4.2) leave open how nodes agree.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from moe_lightning.checkpoint.arena import Arena, newest_common, rank_of
 from moe_lightning.checkpoint.commit import missing_ranks
 from moe_lightning.checkpoint.directory import headings, world_lock
+from moe_lightning.checkpoint.manifest import dump_json, read_json
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.errors import CheckpointError
+from moe_lightning.state.pieces import Size, Step, Text
 
 _NEXT = ".next.json"
 _OPEN = -1
-_LARGEST_STEP = 1 << 60
 _LARGEST_MARGIN = 1 << 16
 """Steps; nodes that still miss each other's snapshots have none in common."""
 
@@ -39,9 +39,9 @@ class Agreement:
         margin: how many steps ahead of itself the last node that was late has asked for.
     """
 
-    session: str
-    step: int = _OPEN
-    margin: int = 0
+    session: Text
+    step: Step = _OPEN
+    margin: Size = 0
 
     @property
     def is_open(self) -> bool:
@@ -52,13 +52,9 @@ class Agreement:
     def read(cls, root: Place) -> Self | None:
         """The present agreement of a storage; None where there is none, or nothing that can be read as one."""
         try:
-            found = json.loads(storage_of(root).read(root / _NEXT))
-            read = cls(session=found["session"], step=found["step"], margin=found["margin"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return read_json(cls, storage_of(root).read(root / _NEXT), str(root / _NEXT))
+        except (OSError, CheckpointError):
             return None
-        if (type(read.session), type(read.step), type(read.margin)) != (str, int, int):
-            return None
-        return read if max(abs(read.step), abs(read.margin)) < _LARGEST_STEP else None
 
     def later(self, newest: int) -> Agreement:
         """Return the proposal of a node that has passed this step, from the node's newest step."""
@@ -85,7 +81,7 @@ def propose(root: Place, seen: Agreement | None, proposal: Agreement, *, world: 
         present = Agreement.read(root)
         if present is not None and present != seen:
             return present
-        storage_of(root).put(root / _NEXT, json.dumps(asdict(proposal)).encode())
+        storage_of(root).put(root / _NEXT, dump_json(Agreement, proposal))
         return proposal
 
 

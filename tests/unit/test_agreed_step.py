@@ -261,7 +261,7 @@ def test_the_faster_proposal_counts(tmp_path: Path) -> None:
         b"",
         b"[]",
         b'{"session": 1, "step": 2, "margin": 0}',
-        b'{"session": "1"}',
+        b'{"step": 2}',
         b'{"session": "1", "step": 99999999999999999999, "margin": 0}',
     ],
 )
