@@ -25,15 +25,15 @@ from moe_lightning.callbacks.lost_tokens import LostTokens
 from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.contents import SnapshotContents
-from moe_lightning.checkpoint.directory import WorldMark, continued_run, headings, newest_of, run_of
+from moe_lightning.checkpoint.directory import RECORD, WorldMark, headings, newest_of, run_of
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
 from moe_lightning.checkpoint.session import CheckpointSession, LateCheckpoint, SavingPlace
 from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
-from moe_lightning.checkpoint.storage import absolute, place_of, shared_place
-from moe_lightning.checkpoint.storage.interface import URL
+from moe_lightning.checkpoint.storage import absolute, place_of, shared_place, storage_of
+from moe_lightning.checkpoint.storage.interface import URL, exists
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
 from moe_lightning.errors import ConfigurationError, StateDamagedError
@@ -265,7 +265,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Mark the directory on rank 0, so that older worlds commit nothing there: this one may resume from it. A
         process that waits to join a running world marks nothing.
         """
-        if not strategy.elastic.is_newcomer and strategy.is_global_zero and run_of(self._root) is not None:
+        is_used = exists(storage_of(self._root), self._root / RECORD)
+        if not strategy.elastic.is_newcomer and strategy.is_global_zero and is_used:
             self._mark.leave(strategy.world.generation)
 
     @override
@@ -280,7 +281,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         begins = trainer.global_step == 0 and not strategy.elastic.has_rolled_back  # else a fault has destroyed them
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             # The second refuses copies of several runs, before training instead of at its first save.
-            strategy.decide(self._require_no_others if begins else partial(continued_run, self._root))
+            strategy.decide(self._require_no_others if begins else partial(run_of, self._root))
         if not self._is_elastic and strategy.state.restored is not None:
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # of the state that was restored

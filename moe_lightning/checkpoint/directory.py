@@ -28,7 +28,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
@@ -137,42 +137,27 @@ def read_manifest(path: Place) -> Manifest:
     order = order_of(path.name)
     if order is not None and order[0] != manifest.step:
         raise CheckpointError(f"{path / MANIFEST} belongs to step {manifest.step}, not to {path.name}")
-    owner = run_of(path.parent)
+    owner, _ = _recorded_run(path.parent)
     if order is not None and owner is not None and owner != manifest.run:
         raise CheckpointError(f"{path / MANIFEST} belongs to run {manifest.run}, but {path.parent} holds run {owner}")
     return manifest
 
 
 def run_of(root: Place) -> str | None:
-    """The run that a directory of checkpoints belongs to; None where that is not recorded. Where the record is
-    damaged, the checkpoints tell.
-
-    Raises:
-        CheckpointError: the record is damaged, and there are no checkpoints, or of several runs.
-    """
-    run, problem = _recorded_run(root)
-    if problem is None:
-        return run
-    runs = {manifest.run for manifest in _manifests_alone(root)}
-    if len(runs) != 1:
-        why = "its checkpoints are of several runs" if runs else "no checkpoint tells its run"
-        raise CheckpointError(f"{problem}, and {why}: restore or delete it")
-    return runs.pop()
-
-
-def continued_run(root: Place) -> str | None:
-    """Return the run that a directory belongs to, or that of its checkpoints where none is recorded, as with copies.
+    """The run that a directory of checkpoints belongs to: the recorded one, or that of its checkpoints where there is
+    no valid record, as with copies; None where nothing tells.
 
     Raises:
         CheckpointError: the checkpoints are of several runs.
     """
-    recorded = run_of(root)
-    if recorded is not None:
-        return recorded
+    run, problem = _recorded_run(root)
+    if run is not None:
+        return run
     runs = {heading.run for _, heading in headings(root)}
     if len(runs) > 1:
         raise CheckpointError(
-            f"{root} has checkpoints of {len(runs)} runs and no {RECORD}: move those of all runs but one elsewhere"
+            f"{root} has checkpoints of {len(runs)} runs and {problem or f'no {RECORD}'}: move those of all runs but "
+            "one elsewhere"
         )
     return runs.pop() if runs else None
 
@@ -203,13 +188,6 @@ def _recorded_run(root: Place) -> tuple[str | None, str | None]:
 def _run_record(run: str) -> bytes:
     digest = xxhash.xxh3_64_hexdigest(run.encode(errors="surrogatepass"))
     return json.dumps({"run": run, "xxh3": digest}).encode()
-
-
-def _manifests_alone(root: Place) -> Iterator[Manifest]:
-    """Undamaged manifests, whatever run the directory is recorded to belong to."""
-    for path in directories(root):
-        with contextlib.suppress(CheckpointError, OSError):
-            yield Manifest.parse(storage_of(path).read(path / MANIFEST), str(path / MANIFEST))
 
 
 def claim(root: Place, run: str) -> None:

@@ -24,7 +24,6 @@ from moe_lightning.checkpoint.agent_handle import LOCK, LOG, STATUS, STOP
 from moe_lightning.checkpoint.arena import ARENAS, MEMORY, NAMED, Arena
 from moe_lightning.checkpoint.directory import (
     RECORD,
-    checkpoints,
     directories,
     has_manifest,
     headings,
@@ -136,7 +135,7 @@ def _directories(path: Place) -> list[Place]:
     """The checkpoint that a path is, or those in it."""
     if has_manifest(path):
         return [path]
-    readable = [found for found, _ in checkpoints(path)]
+    readable = [found for found, _ in headings(path)]
     paths = [*readable, *(found for found in directories(path) if found not in readable and has_manifest(found))]
     if not paths:
         raise _none_in(path)

@@ -32,10 +32,10 @@ from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.directory import (
-    checkpoints,
     damaged_after,
     directories,
     has_manifest,
+    headings,
     is_sound,
     read_manifest,
     run_record_problem,
@@ -407,7 +407,7 @@ def find_newest(root: Place, *, run: str | None = None) -> Found:
 
 def unreadable(root: Place) -> Iterator[str]:
     """One sentence for every checkpoint of a directory whose manifest cannot be read, the newest first."""
-    readable = {path for path, _ in checkpoints(root)}
+    readable = {path for path, _ in headings(root)}
     for path in reversed(directories(root)):
         if path not in readable and has_manifest(path):
             try:
@@ -419,7 +419,7 @@ def unreadable(root: Place) -> Iterator[str]:
 def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
     """Return the readable checkpoints, newest first, and report those that may hold damaged memory instead."""
     damaged, sound = damaged_after(root), []
-    for path, manifest in checkpoints(root):
+    for path, manifest in headings(root):
         if is_sound(manifest.session, manifest.step, damaged):
             sound.append(path)
         else:

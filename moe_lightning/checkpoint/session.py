@@ -34,10 +34,10 @@ from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.directory import (
     check_world,
     claim,
-    continued_run,
     headings,
     mark_damaged,
     newest_of,
+    run_of,
 )
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.protection import ProtectionLayout
@@ -404,7 +404,7 @@ def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, neede
     began: tuple[int, str] | None = None
     room: str | None = None
     with failing_together(world):
-        run = continued_run(place.root) or str(opening[0][1])
+        run = run_of(place.root) or str(opening[0][1])
         if world.rank == node_peers[0]:
             agent, folder = _start_agent(place, settings, run, {rank: int(opening[rank][0]) for rank in node_peers})
             room = str(folder)

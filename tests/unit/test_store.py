@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from moe_lightning.checkpoint import commit
 from moe_lightning.checkpoint.arena import arena_directory, arenas_name, existing_arenas
 from moe_lightning.checkpoint.commit import prune
-from moe_lightning.checkpoint.directory import checkpoints, claim, continued_run, run_of
+from moe_lightning.checkpoint.directory import checkpoints, claim, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import PRUNED
 from moe_lightning.checkpoint.names import MANIFEST
@@ -153,11 +153,11 @@ def test_copies_of_several_runs_belong_to_none(tmp_path: Path) -> None:
     for run, step in (("one", 1), ("two", 2)):
         with node(tmp_path / run, run=run) as made:
             made.save(step)
-            assert continued_run(tmp_path / "copies") == (None if step == 1 else "one")
+            assert run_of(tmp_path / "copies") == (None if step == 1 else "one")
             name = f"step-{step:08d}"
             shutil.copytree(made.root / name, tmp_path / "copies" / name)
     with pytest.raises(CheckpointError, match=r"checkpoints of 2 runs and no run.json: move"):
-        continued_run(tmp_path / "copies")
+        run_of(tmp_path / "copies")
 
 
 def test_a_missing_part_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
