@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import glob
 import io
-import itertools
-import operator
 import os
 import pickle
 import re
@@ -332,6 +330,8 @@ _INT_BITS = 8 * 255 - 1
 
 
 Converters = Mapping[str, Callable[[Any], Any]]
+_UNKNOWN = object()
+"""Result of a value that is being converted."""
 
 
 class PlainValues:
@@ -369,6 +369,10 @@ class PlainValues:
         return converted, conversion.found
 
 
+_CONTAINERS = (dict, OrderedDict, Counter, list)
+"""Kinds of containers that may hold themselves."""
+
+
 class _Conversion:
     """Walk over a value that may be shared or hold itself."""
 
@@ -376,23 +380,18 @@ class _Conversion:
         self._converters, self._known = converters, known
         self.found: dict[str, str] = {}
         self._done: dict[int, tuple[Any, Any]] = {}  # holds each value, whose id no other one may get, and its result
-        self._open: dict[int, Any] = {}  # the copies of containers that are walked over now
-        self._inside: set[int] = set()  # those of them that hold themselves
 
     def plain(self, value: Any, name: str) -> Any:
         kind, key = type(value), id(value)
         if kind in _LEAVES and not (kind is int and value.bit_length() > _INT_BITS):
             return value
-        if key in self._open:
-            self._inside.add(key)
-            if self._open[key] is None:
-                raise ConfigurationError(f"{name} is a part of itself, which is not saved: keep a copy there")
-            return self._open[key]
         if key not in self._done:
-            self._open[key] = kind() if kind in (dict, OrderedDict, Counter, list) else None
+            self._done[key] = value, kind() if kind in _CONTAINERS else _UNKNOWN
             self._done[key] = value, self._converted(value, name)
-            del self._open[key]
-        return self._done[key][1]
+        converted = self._done[key][1]
+        if converted is _UNKNOWN:
+            raise ConfigurationError(f"{name} is a part of itself, which is not saved: keep a copy there")
+        return converted
 
     def _converted(self, value: Any, name: str) -> Any:
         kind = type(value)
@@ -417,39 +416,32 @@ class _Conversion:
         return value
 
     def _mapping(self, value: Any, name: str) -> Any:
-        """Convert keys and values of a mapping; return the mapping itself where all are plain."""
         pairs = [
             (self.plain(key, name), self.plain(item, f"{name}[{key!r}]" if name else str(key)))
             for key, item in value.items()
         ]
-        attributes = self._attributes(value, name)
-        before = [*itertools.chain(*value.items()), *getattr(value, "__dict__", {}).values()]
-        if self._is_as_before(value, before, [*itertools.chain(*pairs), *attributes.values()]):
-            return value
         _require_distinct([key for key, _ in pairs], value, name, "keys")
-        copy = self._open[id(value)]
+        copy = self._done[id(value)][1]
         for key, item in pairs:
             copy[key] = item
-        if attributes:
-            vars(copy).update(attributes)
+        for key, item in self._attributes(value, name).items():
+            setattr(copy, key, item)
         return copy
 
     def _sequence(self, value: Any, name: str) -> Any:
         items = [self.plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
-        if self._is_as_before(value, value, items):
-            return value
         if isinstance(value, set):
             _require_distinct(items, value, name, "members")
         if not isinstance(value, list):
             return type(value)(items)
-        copy = self._open[id(value)]
+        copy = self._done[id(value)][1]
         copy += items
         return copy
 
     def _tensor(self, value: Tensor, name: str) -> Tensor:
-        """Convert the attributes of a tensor."""
+        """Convert the attributes of a tensor that has some."""
         attributes = self._attributes(value, name)
-        if self._is_as_before(value, vars(value).values(), attributes.values()):
+        if not attributes:
             return value
         copy = value.detach()
         copy = nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
@@ -459,9 +451,6 @@ class _Conversion:
     def _attributes(self, value: Any, name: str) -> dict[str, Any]:
         """Return the attributes of a value that Python code has set, converted."""
         return {key: self.plain(item, f"{name}.{key}") for key, item in getattr(value, "__dict__", {}).items()}
-
-    def _is_as_before(self, value: object, before: Iterable[Any], after: Iterable[Any]) -> bool:
-        return id(value) not in self._inside and all(map(operator.is_, before, after))
 
 
 def _class_of(value: object) -> str:

@@ -191,7 +191,8 @@ def test_the_runs_own_values_stay_as_they_are() -> None:
     itself.append(itself)
     value = {"state_dict": weights, "paths": [Path("x")], "itself": itself}
     plain, _ = PlainValues(AS_CONTAINERS).convert(value)
-    assert plain["state_dict"] is weights
+    assert plain["state_dict"]["a"] is weights["a"]
+    assert plain["state_dict"]._metadata == {"version": 1}
     assert plain["itself"][1] is plain["itself"]
     assert itself[1] is itself
     assert value["paths"] == [Path("x")]
