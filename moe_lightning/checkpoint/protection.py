@@ -102,25 +102,25 @@ def sub_shard_bytes(shard_bytes: Sequence[int]) -> int:
     return -(-max(shard_bytes) // (64 * parts)) * 64
 
 
-def arc_layout(node_of: Sequence[int], *, shifts: int = 1) -> ProtectionLayout:
-    """Copies on the `shifts` nodes before each node.
+def arc_layout(node_of: Sequence[int], failures: int = 1, /) -> ProtectionLayout:
+    """As many copies as nodes may fail, on the nodes before each node (ARC).
 
     Raises:
-        ConfigurationError: fewer than shifts + 1 nodes.
+        ConfigurationError: no copies, or more than other nodes.
     """
     nodes = sorted(set(node_of))
-    if not 1 <= shifts < len(nodes):
+    if not 1 <= failures < len(nodes):
         raise ConfigurationError(
-            f"{shifts} copies of every snapshot need {shifts + 1} nodes, not {len(nodes)}: "
+            f"{failures} copies of every snapshot need {failures + 1} nodes, not {len(nodes)}: "
             "survive fewer failures or use more nodes"
         )
-    holders = tuple(_ring_holders(node_of, rank, shifts) for rank in range(len(node_of)))
+    holders = tuple(_ring_holders(node_of, rank, failures) for rank in range(len(node_of)))
     return ProtectionLayout(method="arc", node_of=tuple(node_of), holders=holders)
 
 
-def aec_layout(node_of: Sequence[int], *, group_nodes: int = 8) -> ProtectionLayout:
-    """Sharding groups over blocks of about `group_nodes` nodes; the i-th ranks of a block's nodes are a group. A rank
-    that is alone (uneven nodes) is copied.
+def aec_layout(node_of: Sequence[int], failures: int = 1, /, *, group_nodes: int = 8) -> ProtectionLayout:
+    """Parities in sharding groups, each of which survives one failed node (AEC). The i-th ranks of a block of about
+    `group_nodes` nodes are a group; a rank that is alone (uneven nodes) is copied.
 
     Raises:
         ConfigurationError: fewer than two nodes, or groups of fewer.
@@ -146,7 +146,7 @@ def aec_layout(node_of: Sequence[int], *, group_nodes: int = 8) -> ProtectionLay
     return ProtectionLayout(method="aec", node_of=tuple(node_of), holders=holders, groups=tuple(groups))
 
 
-def no_protection(node_of: Sequence[int]) -> ProtectionLayout:
+def no_protection(node_of: Sequence[int], failures: int = 0, /) -> ProtectionLayout:
     """Nothing is kept twice."""
     return ProtectionLayout(method="none", node_of=tuple(node_of), holders=((),) * len(node_of))
 
@@ -164,25 +164,8 @@ class Protection(Protocol):
         """
 
 
-def copies(node_of: Sequence[int], failures: int, /) -> ProtectionLayout:
-    """As many copies as nodes may fail (ARC)."""
-    return arc_layout(node_of, shifts=failures)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parities:
-    """A `Protection` by groups of about so many nodes, which survives one failed node in each (AEC)."""
-
-    group_nodes: int = 8
-
-    def __call__(self, node_of: Sequence[int], failures: int, /) -> ProtectionLayout:
-        return aec_layout(node_of, group_nodes=self.group_nodes)
-
-
 PROTECTIONS: Registry[Protection] = Registry(
-    "protection",
-    Protection,
-    {"none": lambda node_of, failures, /: no_protection(node_of), "arc": copies, "aec": Parities()},
+    "protection", Protection, {"none": no_protection, "arc": arc_layout, "aec": aec_layout}
 )
 
 
@@ -230,7 +213,7 @@ def choose_protection(node_of: Sequence[int], *, replicated: bool, failures: int
         return no_protection(node_of)
     if failures == 1 and num_nodes >= 3:
         return aec_layout(node_of)
-    return arc_layout(node_of, shifts=failures)
+    return arc_layout(node_of, failures)
 
 
 def protection_cost(layout: ProtectionLayout, snapshot_bytes: Sequence[int]) -> ProtectionCost:

@@ -7,12 +7,13 @@ time out, 5-15 s for new groups) and assumptions elsewhere; every one of them ca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
 from moe_lightning.balancing.rules import PLACEMENT_RULES, STRATEGIES, Strategy
-from moe_lightning.checkpoint.protection import PROTECTIONS, Parities, ProtectionLayout, protected_by
+from moe_lightning.checkpoint.protection import PROTECTIONS, ProtectionLayout, aec_layout, protected_by
 from moe_lightning.checkpoint.selection import parse_scopes
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_variant, validated
 from moe_lightning.errors import ConfigurationError
@@ -123,8 +124,8 @@ class Policy:
     def layout_of(self, nodes: int) -> ProtectionLayout:
         """Return the nodes of the second copies of a world's snapshots; none with one node."""
         protection = PROTECTIONS[self.protection]
-        if isinstance(protection, Parities):
-            protection = replace(protection, group_nodes=self.protection_group)
+        if protection is aec_layout:
+            protection = partial(aec_layout, group_nodes=self.protection_group)
         return protected_by(protection, range(nodes), self.protection_copies)
 
     @property

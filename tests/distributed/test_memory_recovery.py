@@ -79,7 +79,7 @@ def test_a_world_of_another_size_reads_what_the_last_one_left(tmp_path: Path, wo
 ROOM_TO_GROW = 3 << 20
 LAYOUTS = {
     "arc": arc_layout([0, 1, 2]),
-    "arc-two": arc_layout([0, 1, 2, 3], shifts=2),
+    "arc-two": arc_layout([0, 1, 2, 3], 2),
     "mirror": aec_layout([0, 1]),
     "aec": aec_layout([0, 1, 2]),
     "aec-four": aec_layout([0, 1, 2, 3]),

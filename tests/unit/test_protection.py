@@ -112,7 +112,7 @@ def test_survival_is_what_linear_algebra_says(node_of: list[int], data: st.DataO
                 no_protection(node_of),
                 aec_layout(node_of),
                 aec_layout(node_of, group_nodes=2),
-                *(arc_layout(node_of, shifts=p) for p in range(1, num_nodes)),
+                *(arc_layout(node_of, p) for p in range(1, num_nodes)),
             ]
         )
     )
@@ -143,7 +143,7 @@ def test_pairs_that_one_copy_survives(nodes: int, pairs: int) -> None:
     possible = nodes * (nodes - 1) // 2
     assert round(arc_layout(range(nodes)).survival(2) * possible) == pairs
     assert aec_layout(range(nodes)).survival(2) == 0.0
-    assert arc_layout(range(nodes), shifts=2).survival(2) == 1.0
+    assert arc_layout(range(nodes), 2).survival(2) == 1.0
 
 
 def test_costs_of_equal_shards() -> None:
@@ -173,8 +173,8 @@ def test_the_choice() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: arc_layout(range(2), shifts=2), "need 3 nodes, not 2"),
-        (lambda: arc_layout(range(2), shifts=0), "0 copies"),
+        (lambda: arc_layout(range(2), 2), "need 3 nodes, not 2"),
+        (lambda: arc_layout(range(2), 0), "0 copies"),
         (lambda: aec_layout([0, 0]), "not 1"),
         (lambda: aec_layout(range(3), group_nodes=1), "not 1"),
         (lambda: choose_protection(range(3), replicated=False, failures=-1), "failures=-1"),
