@@ -197,8 +197,15 @@ class LostTokens:
             new = self.counts.total
             per_step = 0 if new is None else new.sum(dim=1).cpu().numpy() // max(1, steps)
             planned: IntArray = np.maximum(per_step * planned_steps(trainer), 1)
-            scopes, order = parse_scopes(self._settings.scopes), self._settings.order
-            self.checkpoint_ledger = state.checkpoint_ledger(planned, scopes=scopes, order=order)
+            self.checkpoint_ledger = CheckpointLedger(
+                num_layers=state.num_layers,
+                num_experts=state.num_experts,
+                planned_assignments=planned,
+                owners=state.owners(),
+                num_ranks=state.world_size,
+                scopes=parse_scopes(self._settings.scopes),
+                order=self._settings.order,
+            )
             if self._received is not None:
                 self.checkpoint_ledger.load_state_dict(self._received)
         self._received = None

@@ -393,16 +393,12 @@ def find_newest(root: Place, *, run: str | None = None) -> Found:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
     """
-    problems = list(unreadable(root))
-    for path in _saved_soundly(root, problems.append):
-        try:
-            checkpoint = Checkpoint(path, run=run)
-            checkpoint.verify()
-        except CheckpointError as error:
-            problems.append(str(error))
-        else:
-            return Found(checkpoint=checkpoint, problems=tuple(problems))
-    return Found(checkpoint=None, problems=tuple(problems))
+
+    def damages_of(checkpoint: Checkpoint) -> list[DamagedFile]:
+        checkpoint.verify()
+        return []
+
+    return find_usable(root, run=run, damages_of=damages_of)
 
 
 def unreadable(root: Place) -> Iterator[str]:

@@ -91,10 +91,8 @@ def _first_problem(error: ValidationError) -> str:
     return f"its {name[:80] or 'content'} is {_short(first['input'])}"
 
 
-_Experts = Annotated[int, Interval(ge=0, le=_MOST_EXPERTS)]
 _EXTRA: Mapping[str, Any] = {
-    "num_layers": _Experts,
-    "num_experts": _Experts,
+    "num_experts": Annotated[int, Interval(ge=0, le=_MOST_EXPERTS)],
     "replayed_from": Size,
     "plt": Annotated[float, Interval(ge=-LARGEST, le=LARGEST)] | None,
 }
@@ -110,46 +108,24 @@ Extra = Annotated[dict[str, Any], Predicate(_is_extra)]
 """Any entries, and limits of those that are used here."""
 
 
-def check_pieces(pieces: Iterable[Piece], origin: str) -> None:
-    """Every piece is one of a tensor or an object.
+def check_pieces(pieces: Iterable[Piece], problem_of_place: Callable[[Piece], str | None], origin: str) -> None:
+    """Every piece is one of a tensor or an object, and at its place.
+
+    Args:
+        problem_of_place: what is wrong with the place of a piece; None: nothing.
 
     Raises:
-        CheckpointError: the first that is none.
+        CheckpointError: the first that is none, or elsewhere.
     """
     layers = experts = 0
     for piece in pieces:
         problem, layer, expert = _examined(piece)
-        if problem:
-            raise _refused(origin, f"{_short(piece.key)} {problem}")
+        problem = problem or problem_of_place(piece)
         layers, experts = max(layers, layer + 1), max(experts, expert + 1)
-        if layers * experts > _MOST_EXPERTS:
-            raise _refused(origin, f"{_short(piece.key)} is one of more than {_MOST_EXPERTS} experts")
-
-
-def check_places(stored: Iterable[Piece], file_bytes: Mapping[str, int], origin: str) -> None:
-    """Every checked piece lies inside its file.
-
-    Args:
-        file_bytes: file name -> its size.
-
-    Raises:
-        CheckpointError: the first that does not.
-    """
-    for piece in stored:
-        problem = _problem_of_place(piece, file_bytes)
+        if problem is None and layers * experts > _MOST_EXPERTS:
+            problem = f"is one of more than {_MOST_EXPERTS} experts"
         if problem:
             raise _refused(origin, f"{_short(piece.key)} {problem}")
-
-
-def check_blocks(placed: Iterable[Piece], memory_bytes: int, origin: str) -> None:
-    """Every checked piece lies inside a memory.
-
-    Raises:
-        CheckpointError: the first that does not.
-    """
-    for piece in placed:
-        if piece.location is None or piece.location.data_offset + piece.nbytes > memory_bytes:
-            raise _refused(origin, f"{_short(piece.key)} lies outside of its {memory_bytes} bytes")
 
 
 def _examined(piece: Piece) -> tuple[str | None, int, int]:
@@ -281,8 +257,8 @@ class _Record(SavedStep):
         for name, entry in record.files.items():
             if not _SAFE_PATH.fullmatch(entry.path) or PurePosixPath(entry.path).name != name or name in (".", ".."):
                 raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
-        check_pieces(record.stored, origin)
-        check_places(record.stored, {name: entry.nbytes for name, entry in record.files.items()}, origin)
+        sizes = {name: entry.nbytes for name, entry in record.files.items()}
+        check_pieces(record.stored, lambda piece: _problem_of_place(piece, sizes), origin)
         return record
 
 
@@ -336,7 +312,7 @@ def check_coverage(
 
     Args:
         required: keys that must be there.
-        extra: a manifest's extra entries; `num_layers` and `num_experts` are checked where they are given.
+        extra: a manifest's extra entries, with the number of experts of a layer.
 
     Raises:
         CheckpointError: the first key for which that does not hold.
@@ -383,9 +359,6 @@ def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
         if is_expert_key(key):
             layer, expert, scope, name = parse_expert_key(key)
             tensors[layer][expert].add((scope, name))
-    for layer in range(int(extra.get("num_layers", 0))):
-        if layer not in tensors:
-            raise CheckpointError(f"all experts of layer {layer} are missing")
     for layer, experts in tensors.items():
         num_experts = max(int(extra.get("num_experts", 0)), max(experts) + 1)
         everything = set().union(*experts.values())

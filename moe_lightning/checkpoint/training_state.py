@@ -26,7 +26,6 @@ import torch
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.memory import MemoryCheckpoint
-from moe_lightning.checkpoint.policy import CheckpointLedger, Order
 from moe_lightning.checkpoint.schedule import window_bytes
 from moe_lightning.checkpoint.sharding import Module, ShardPlan, balanced_expert_writers, shard_checkpoint
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -105,20 +104,6 @@ class TrainingState(State):
     @property
     def num_layers(self) -> int:
         return len(self.stacks)
-
-    def checkpoint_ledger(
-        self, planned_assignments: IntArray, *, scopes: frozenset[str], order: Order
-    ) -> CheckpointLedger:
-        """CheckpointLedger for this model; `planned_assignments` is int64 [L]."""
-        return CheckpointLedger(
-            num_layers=self.num_layers,
-            num_experts=self.num_experts,
-            planned_assignments=planned_assignments,
-            owners=self.owners(),
-            num_ranks=self.world_size,
-            scopes=scopes,
-            order=order,
-        )
 
     def owners(self, writers: Writers | None = None) -> IntArray:
         """int64 [L, E]: the rank that writes each expert (None: as `expert_writers` says)."""

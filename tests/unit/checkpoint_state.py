@@ -16,7 +16,7 @@ from moe_lightning.state.pieces import StatePiece, is_expert_key
 
 LAYERS, EXPERTS = 2, 4
 SHAPES = {"weight/w1": (6, 5), "exp_avg/w1": (6, 5), "weight/b": (5,)}
-EXTRA = {"num_layers": LAYERS, "num_experts": EXPERTS}
+EXTRA = {"num_experts": EXPERTS}
 
 
 def value(key: str, step: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
