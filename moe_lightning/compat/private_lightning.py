@@ -56,6 +56,26 @@ def batches_of(indices: BatchIndices) -> object:
     return indices._batch_sampler
 
 
+# ---------------------------------------------------------------------- methods that are replaced
+
+_REPLACED = "_moe_lightning_replaced"
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Replace a method of a part of the Trainer until `use_own_methods`."""
+    vars(owner)[name] = value
+    vars(owner).setdefault(_REPLACED, set()).add(name)
+
+
+def use_own_methods(trainer: pl.Trainer) -> None:
+    """Undo what functions of this module have replaced in the parts of a Trainer, its precision plugin among them."""
+    fit, connectors = trainer.fit_loop, (trainer._signal_connector, trainer._logger_connector)
+    loops = (fit, fit.epoch_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for owner in (*connectors, *loops, trainer.precision_plugin):
+        for name in vars(owner).pop(_REPLACED, ()):
+            del vars(owner)[name]
+
+
 # ---------------------------------------------------------------------- launching
 
 
@@ -146,19 +166,13 @@ def clip_with(
     Stock clipping knows this rank's gradients only, and not those of blocks. Overriding the plugin's method would do
     where Lightning let a strategy choose the class of the plugin.
     """
-    precision.clip_grad_by_norm = by_norm  # type: ignore[method-assign, assignment]
-    precision.clip_grad_by_value = by_value  # type: ignore[method-assign, assignment]
+    _replace(precision, "clip_grad_by_norm", by_norm)
+    _replace(precision, "clip_grad_by_value", by_value)
 
 
 def convert_with(precision: Precision, convert: Callable[[nn.Module], nn.Module]) -> None:
     """Convert modules in another way until `use_own_methods`; see `clip_with`."""
-    precision.convert_module = convert  # type: ignore[method-assign, assignment]
-
-
-def use_own_methods(precision: Precision) -> None:
-    """The plugin clips and converts as stock Lightning again."""
-    for name in ("clip_grad_by_norm", "clip_grad_by_value", "convert_module"):
-        precision.__dict__.pop(name, None)
+    _replace(precision, "convert_module", convert)
 
 
 def set_environment(strategy: Any, environment: ClusterEnvironment | None) -> None:
@@ -308,37 +322,24 @@ def logged_step(trainer: pl.Trainer) -> int:
 
 
 def run_fit_by(trainer: pl.Trainer, run: Callable[[Callable[[], None]], None], met: Callable[[], None]) -> None:
-    """Let `run(fit)` run the fit loop, as often as it takes, until `run_fit_as_usual`. Lightning has no public loop to
+    """Let `run(fit)` run the fit loop, as often as it takes, until `use_own_methods`. Lightning has no public loop to
     put in the place of its own.
 
     Args:
         met: called before every batch, once rank 0 has come there. Lightning's own broadcast hides a lost rank 0.
     """
     loop = trainer.fit_loop
-    loop.run = partial(run, loop.run)  # type: ignore[method-assign]
-    loop.epoch_loop._broadcast_sigterm_tensor = partial(_follow_rank_zero, trainer, met)  # type: ignore[method-assign]
-
-
-def run_fit_as_usual(trainer: pl.Trainer) -> None:
-    """Undo `run_fit_by`."""
-    trainer.fit_loop.__dict__.pop("run", None)
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    _replace(loop, "run", partial(run, loop.run))
+    _replace(loop.epoch_loop, "_broadcast_sigterm_tensor", partial(_follow_rank_zero, trainer, met))
 
 
 def leave_evaluation_out(trainer: pl.Trainer) -> bool:
-    """Let the evaluation that the Trainer begins return nothing, until `evaluate_as_usual`; True if it begins one."""
+    """Let the evaluation that the Trainer begins return nothing, until `use_own_methods`; True if it begins one."""
     if not (trainer.evaluating or trainer.predicting):
         return False
     evaluation = trainer.test_loop if trainer.testing else trainer.validate_loop
-    loop: Any = trainer.predict_loop if trainer.predicting else evaluation
-    loop.run = list
+    _replace(trainer.predict_loop if trainer.predicting else evaluation, "run", list)
     return True
-
-
-def evaluate_as_usual(trainer: pl.Trainer) -> None:
-    """Undo `leave_evaluation_out`."""
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        vars(loop).pop("run", None)
 
 
 def _follow_rank_zero(trainer: pl.Trainer, met: Callable[[], None]) -> None:
@@ -406,7 +407,7 @@ class _Termination:
 
 def handle_signals_between_batches(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[bool]] | None) -> None:
     """Let SLURM's requeue signal and SIGTERM act on all ranks together, before the next batch of a fit, until
-    `handle_signals_as_usual`. Lightning saves and broadcasts inside of the handler, where ranks are at different places
+    `use_own_methods`. Lightning saves and broadcasts inside of the handler, where ranks are at different places
     of a step. No public hook replaces its handlers.
 
     Args:
@@ -414,13 +415,13 @@ def handle_signals_between_batches(trainer: pl.Trainer, agreed: Callable[[Sequen
             this rank after its batch, as in an evaluation, and `run_fit_by` follows the signals of rank 0.
     """
     connector: Any = trainer._signal_connector
-    connector._sigterm_notifier_fn = _Termination(trainer, waits=agreed is not None)
+    _replace(connector, "_sigterm_notifier_fn", _Termination(trainer, waits=agreed is not None))
     if trainer.state.fn == TrainerFn.FITTING:
         stock = partial(type(connector)._slurm_sigusr_handler_fn, connector)
-        connector._slurm_sigusr_handler_fn = _Requeue(stock)
+        _replace(connector, "_slurm_sigusr_handler_fn", _Requeue(stock))
         if agreed is not None:
-            loop = trainer.fit_loop.epoch_loop
-            loop._broadcast_sigterm_tensor = partial(act_on_signals, trainer, agreed)  # type: ignore[method-assign]
+            act = partial(act_on_signals, trainer, agreed)
+            _replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", act)
 
 
 def act_on_signals(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[bool]], *, ends: bool = False) -> None:
@@ -446,13 +447,6 @@ def act_on_signals(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[
 def _requeue_is_due(trainer: pl.Trainer) -> bool:
     requeue = trainer._signal_connector._slurm_sigusr_handler_fn
     return isinstance(requeue, _Requeue) and requeue.received is not None and not is_step_open(trainer)
-
-
-def handle_signals_as_usual(trainer: pl.Trainer) -> None:
-    """Undo `handle_signals_between_batches`."""
-    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-        trainer._signal_connector.__dict__.pop(name, None)
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 @dataclass
@@ -559,15 +553,10 @@ _OF_RANK_ZERO = rank_zero_only(lambda: None).__code__  # the wrapper's, which al
 
 
 def end_resumed_epochs(trainer: pl.Trainer) -> None:
-    """Let the end of an epoch that was resumed be that of any other, until `end_epochs_as_usual`: Lightning leaves out
+    """Let the end of an epoch that was resumed be that of any other, until `use_own_methods`: Lightning leaves out
     what schedulers of plateaus do there, also where their metric is there. No public hook comes just before it.
     """
-    trainer.fit_loop.on_advance_end = partial(_end_epoch_without_restart, trainer.fit_loop)  # type: ignore[method-assign]
-
-
-def end_epochs_as_usual(trainer: pl.Trainer) -> None:
-    """Undo `end_resumed_epochs`."""
-    trainer.fit_loop.__dict__.pop("on_advance_end", None)
+    _replace(trainer.fit_loop, "on_advance_end", partial(_end_epoch_without_restart, trainer.fit_loop))
 
 
 def _end_epoch_without_restart(loop: Any) -> None:
@@ -601,8 +590,8 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
 
 
 def agree_on_validations(trainer: pl.Trainer, agreed: Callable[[bool], bool]) -> None:
-    """Let the ranks decide together on each validation that is due by time: Lightning asks the clock of each rank. No
-    public hook comes before the decision.
+    """Let the ranks decide together on each validation that is due by time, until `use_own_methods`: Lightning asks the
+    clock of each rank. No public hook comes before the decision.
 
     Args:
         agreed: turns the decisions of the ranks into one; collective, after every batch.
@@ -610,7 +599,7 @@ def agree_on_validations(trainer: pl.Trainer, agreed: Callable[[bool], bool]) ->
     if _validates_by_time(trainer):
         loop = trainer.fit_loop.epoch_loop
         decide = partial(type(loop)._should_check_val_fx, loop)
-        loop._should_check_val_fx = lambda data_fetcher: agreed(decide(data_fetcher))  # type: ignore[method-assign]
+        _replace(loop, "_should_check_val_fx", lambda data_fetcher: agreed(decide(data_fetcher)))
 
 
 def _validates_by_time(trainer: pl.Trainer) -> bool:
@@ -888,7 +877,7 @@ def logged_values(trainer: pl.Trainer) -> list[Any]:
 
 def compare_reduced(trainer: pl.Trainer, compare: Callable[[list[str]], None]) -> None:
     """Call `compare` at each end of an epoch with the keys of the values that are reduced over ranks next, one after
-    the other, until `reduce_as_usual`. No public hook comes between the last batch and the reductions.
+    the other, until `use_own_methods`. No public hook comes between the last batch and the reductions.
     """
     connector: Any = trainer._logger_connector
 
@@ -897,12 +886,7 @@ def compare_reduced(trainer: pl.Trainer, compare: Callable[[list[str]], None]) -
         results: Any = trainer._results
         compare([key for key, value in results.valid_items() if value.meta.on_epoch and _is_reduced(value)])
 
-    connector.epoch_end_reached = epoch_end_reached
-
-
-def reduce_as_usual(trainer: pl.Trainer) -> None:
-    """Undo `compare_reduced`."""
-    vars(trainer._logger_connector).pop("epoch_end_reached", None)
+    _replace(connector, "epoch_end_reached", epoch_end_reached)
 
 
 def _is_reduced(value: Any) -> bool:

@@ -668,10 +668,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.state.parts.abort_step(self.world)
         self.update.end(self.precision_plugin)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
-            private_lightning.end_epochs_as_usual(trainer)
-            private_lightning.handle_signals_as_usual(trainer)
-            private_lightning.reduce_as_usual(trainer)
-            private_lightning.evaluate_as_usual(trainer)
+            private_lightning.use_own_methods(trainer)
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:  # also where placing the experts failed

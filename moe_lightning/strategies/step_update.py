@@ -75,8 +75,7 @@ class StepUpdate:
         self.gradients.watch_updates()
 
     def end(self, precision: Precision) -> None:
-        """Give the precision plugin, and torch's clipping, their own methods back."""
-        private_lightning.use_own_methods(precision)
+        """Give the precision plugin its own scaler back, and torch's clipping its own functions."""
         own_scale(precision)
         private_torch.clip_norms_as_usual()
         self.gradients.end_watch()

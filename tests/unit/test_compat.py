@@ -462,6 +462,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_let_clipping_call",
         "_owners_of",
         "_parameters_of",
+        "_replace",
         "_requeue_is_due",
         "_savers",
         "_undo_group",
