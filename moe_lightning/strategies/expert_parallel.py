@@ -73,7 +73,7 @@ from moe_lightning.strategies.checks import (
     require_own_sharding,
     require_same_names,
 )
-from moe_lightning.strategies.dense_sharding import cut_groups, dense_sharding_name
+from moe_lightning.strategies.dense_sharding import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import TrainerFailures
 from moe_lightning.strategies.fsdp import require_no_hooks
@@ -214,7 +214,6 @@ class ExpertParallelStrategy(DDPStrategy):
             ddp=ddp,
             has_comm_hook=kwargs.get("ddp_comm_hook") is not None,
             axes=axes,
-            shards_of=partial(cut_groups, dense, wanted=shard_size, tensors=axes.tp),
             shard_size=shard_size,
             dense=dense,
             offload_optimizer=offload_optimizer,
@@ -236,7 +235,7 @@ class ExpertParallelStrategy(DDPStrategy):
         from moe_lightning.strategies.hangs import HangWatch  # takes a while, and a command that only asks needs none
 
         options = self.options
-        self.worlds = Worlds(options.axes, options.shards_of, options.shard_size)
+        self.worlds = Worlds(options.axes, options.dense, options.shard_size)
         self.elastic: ElasticWorlds | FixedWorld = FixedWorld()
         self.state = TrainState(
             self.worlds, dense=options.dense, max_slots=self.placing.slots, on_host=options.offload_optimizer

@@ -24,7 +24,7 @@ from moe_lightning.files import MOST_BYTES, check_regular, read_text
 from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.mesh import Groups, MeshShape, ScheduleName
+from moe_lightning.parallel.mesh import MeshShape, ScheduleName
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.watch import StopOnNan
 from moe_lightning.user_errors import suggestion
@@ -39,8 +39,6 @@ class RunOptions:
         start_method: how a launcher of ours starts the other ranks: "popen" (the script again), or one of
             multiprocessing's.
         ddp: options of DistributedDataParallel.
-        has_comm_hook: the user gave one.
-        shards_of: from the node of each rank of a stage to the groups that share one copy of the dense parameters.
     """
 
     timeout: timedelta
@@ -48,7 +46,6 @@ class RunOptions:
     ddp: Mapping[str, Any]
     has_comm_hook: bool
     axes: MeshShape
-    shards_of: Callable[[Sequence[object]], Groups]
     shard_size: int | None
     dense: str
     offload_optimizer: bool

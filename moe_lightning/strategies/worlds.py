@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from moe_lightning.compat import private_lightning
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.mesh import Groups, Layout, MeshShape
+from moe_lightning.parallel.mesh import Layout, MeshShape
+from moe_lightning.strategies.dense_sharding import cut_groups
 
 if TYPE_CHECKING:
     from moe_lightning.checkpoint.protection import ProtectionLayout
@@ -117,21 +118,16 @@ class Worlds:
 
     Args:
         axes: ranks along the axes beside dp, in every world.
-        shards_of: from the node of each rank of a stage to the groups that share one copy of the dense parameters.
-        shard_size: least ranks that share one copy of sharded dense parameters; None: as `shards_of` says.
+        dense: sharding of dense parameters, a name of DENSE_SHARDINGS.
+        shard_size: least ranks that share one copy of sharded dense parameters; None: as the sharding chooses.
 
     Attributes:
         axes: as given.
         is_elastic: True if the number of ranks may change.
     """
 
-    def __init__(
-        self,
-        axes: MeshShape | None = None,
-        shards_of: Callable[[Sequence[object]], Groups] = lambda nodes: (),
-        shard_size: int | None = None,
-    ) -> None:
-        self.axes, self._shards_of, self._shard_size = axes or MeshShape(), shards_of, shard_size or 1
+    def __init__(self, axes: MeshShape | None = None, dense: str = "ddp", shard_size: int | None = None) -> None:
+        self.axes, self._dense, self._shard_size = axes or MeshShape(), dense, shard_size
         self._present: World | None = None
         self._has_warned_of_few = False
         self.is_elastic = False
@@ -180,17 +176,19 @@ class Worlds:
         if self.cannot_train(num_ranks):
             return Layout(shape=MeshShape(dp=num_ranks), nodes=numbers)
         shape = self.axes.over(num_ranks)
-        stages = shape.stages
-        self._check_sharers(len(stages[0]))
-        shards = [(ranks, group) for ranks in stages for group in self._shards_of([nodes[rank] for rank in ranks])]
-        own = tuple(tuple(ranks[index] for index in group) for ranks, group in shards)
-        return Layout(shape=shape, nodes=numbers, shards=own)
+        self._check_sharers(len(shape.stages[0]))
+        shards = [
+            tuple(ranks[index] for index in group)
+            for ranks in shape.stages
+            for group in cut_groups(self._dense, [nodes[rank] for rank in ranks], self._shard_size, shape.tp)
+        ]
+        return Layout(shape=shape, nodes=numbers, shards=tuple(shards))
 
     def _check_sharers(self, num_ranks: int) -> None:
         """Refuse a `shard_size` above the number of ranks of a stage. In an elastic run, where more ranks may join,
         warn once instead: one copy is then sharded over all ranks.
         """
-        if self._shard_size <= num_ranks:
+        if self._shard_size is None or self._shard_size <= num_ranks:
             self._has_warned_of_few = False
             return
         ranks = f"{num_ranks} ranks" if self.axes.pp == 1 else f"{num_ranks} ranks of a stage"

@@ -96,7 +96,7 @@ def test_ranks_that_shall_share_a_copy_must_be_there() -> None:
 
 
 def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
-    worlds = Worlds(MeshShape(cp=2), lambda nodes: ((0, 1), (2, 3)))
+    worlds = Worlds(MeshShape(cp=2), "hsdp")
     assert worlds.layout("abcd").shape == MeshShape(dp=2, cp=2)
     with pytest.raises(ConfigurationError, match="needs a multiple of 2 ranks, not 3"):
         worlds.layout("abc")
