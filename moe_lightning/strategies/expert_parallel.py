@@ -168,8 +168,8 @@ class ExpertParallelStrategy(DDPStrategy):
         failures: exceptions that have left the Trainer.
 
     Raises:
-        ConfigurationError: an unknown option or start_method, sizes that do not fit world or model, torch.compile, or,
-            when it is set up, a communication hook.
+        ConfigurationError: an unknown option or start_method, a communication hook, sizes that do not fit world or
+            model, or torch.compile.
     """
 
     strategy_name = "expert_parallel"
@@ -212,7 +212,6 @@ class ExpertParallelStrategy(DDPStrategy):
             timeout=timedelta(seconds=timeout_s),
             start_method=kwargs.get("start_method", "popen"),
             ddp=ddp,
-            has_comm_hook=kwargs.get("ddp_comm_hook") is not None,
             axes=axes,
             shard_size=shard_size,
             dense=dense,
@@ -319,8 +318,9 @@ class ExpertParallelStrategy(DDPStrategy):
         if trainer is not None:  # a strategy may be set up without a Trainer
             private_lightning.keep_samplers(trainer)
             if self.world_size > 1 or is_elastic:
+                any_rank_says = partial(any_says, world=self.world)
                 agrees = trainer.state.fn == TrainerFn.FITTING and not is_elastic
-                private_lightning.handle_signals_between_batches(trainer, self._any_says if agrees else None)
+                private_lightning.handle_signals_between_batches(trainer, any_rank_says if agrees else None)
             self.state.averaging.begin_fit(trainer, self._averaged_state, is_elastic=is_elastic)
 
     @override
@@ -477,9 +477,6 @@ class ExpertParallelStrategy(DDPStrategy):
         count = int(world.read(agreed))
         return count == world.size if all else count > 0
 
-    def _any_says(self, words: Sequence[bool]) -> list[bool]:
-        return any_says(words, self.world)
-
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.world_size > 1 and not self.is_left_alone:
@@ -520,8 +517,6 @@ class ExpertParallelStrategy(DDPStrategy):
             private_lightning.agree_on_validations(trainer, partial(self.reduce_boolean_decision, all=False))
         if self.world.size > 1 and not self.worlds.is_elastic:  # a rank that joins in an epoch has logged less
             private_lightning.compare_reduced(trainer, self._require_same_names)
-        if self.options.has_comm_hook:
-            raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
         if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):
             super().setup(trainer)
         else:  # DDP's own would look for a process group, and for one module on all ranks
@@ -652,7 +647,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.state.shards.gather(ranks, room)
             self._gathered = GatheredExperts(self.experts, self.state.stages)
             self._gathered.gather(room)  # in a pipeline dense parameters, too
-            private_lightning.act_on_signals(self.state.trainer, self._any_says, ends=True)
+            private_lightning.act_on_signals(self.state.trainer, partial(any_says, world=self.world), ends=True)
 
     @override
     def teardown(self) -> None:

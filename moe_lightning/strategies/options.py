@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
@@ -44,7 +44,6 @@ class RunOptions:
     timeout: timedelta
     start_method: str
     ddp: Mapping[str, Any]
-    has_comm_hook: bool
     axes: MeshShape
     shard_size: int | None
     dense: str
@@ -76,6 +75,8 @@ def check_stock_options(cls: type, options: Mapping[str, Any]) -> dict[str, Any]
         raise ConfigurationError(f"start_method={start_method!r} is not known here: use {', '.join(methods)}")
     if "timeout" in options:
         raise ConfigurationError(f"timeout is called timeout_s here, in seconds: {cls.__name__}(timeout_s=7200)")
+    if options.get("ddp_comm_hook") is not None:
+        raise ConfigurationError("ddp_comm_hook is taken by the sum over ranks: drop it")
     for name in {"device_ids", "process_group"} & options.keys():
         raise ConfigurationError(f"{cls.__name__} sets {name} itself: drop it")
     for name in options:

@@ -182,9 +182,9 @@ def provoke(rank: int, world_size: int) -> list[tuple[str, str]]:
     outcomes = []
     for make in CASES.values():
         case = make()
-        trainer = make_trainer(rank, world_size, case.get("strategy"), **{"max_steps": 1} | case.get("trainer", {}))
-        module = case.get("module") or OwnModule()
+        module, options = case.get("module") or OwnModule(), {"max_steps": 1} | case.get("trainer", {})
         try:
+            trainer = make_trainer(rank, world_size, case.get("strategy"), **options)
             trainer.fit(module, case["loader"] if "loader" in case else loader())
             outcomes.append(("trained", ""))
         except Exception as error:
