@@ -105,18 +105,13 @@ class Failure:
 
     def explained(self, error: Exception) -> Exception:
         """Return the exception that another rank has raised, in the place of its consequence here."""
-        cause = self._cause() if self.is_network_fault else None
-        return error if cause is None else PeerFailed(cause)
-
-    def _cause(self) -> str | None:
-        """Return the exception of another rank, in words; None if none has published one."""
-        if self._store is None:
-            return None
+        if not self.is_network_fault or self._store is None:
+            return error
         with suppress(RuntimeError), without_waiting_for(self._store):
             for rank, key in enumerate(self._keys):
                 if rank != self._rank and self._store.check([key]):
-                    return f"rank {rank} {json.loads(self._store.get(key))[0]}"
-        return None
+                    return PeerFailed(f"rank {rank} {json.loads(self._store.get(key))[0]}")
+        return error
 
 
 class TrainerFailures:
