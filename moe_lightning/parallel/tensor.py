@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -392,28 +392,25 @@ def _call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """`own` with one of its arguments changed, by place or by name, where that is given and not None."""
-    is_given = argument in kwargs if isinstance(argument, str) else argument < len(args)
-    found = argument if is_given else _in_the_other_way(module, argument)
-    if isinstance(found, str):
-        return own(*args, **{key: _changed(value, change) if key == found else value for key, value in kwargs.items()})
-    if found >= len(args):
-        return own(*args, **kwargs)
-    return own(*args[:found], _changed(args[found], change), *args[found + 1 :], **kwargs)
-
-
-def _in_the_other_way(module: nn.Module, argument: int | str) -> int | str:
-    """Return the place of an argument that is named, or the name of one whose place is given; itself without one. What
-    is in the place of the module's `forward`, as under RecomputeDense, may take any arguments; its class names them.
-    """
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    """`own` with one of its arguments changed, whether it is given by place or by name, where it is not None."""
+    names = _arguments_of(type(module).forward)
     if isinstance(argument, str):
-        return names.index(argument) if argument in names else argument
-    return names[argument] if argument < len(names) else argument
+        place, name = names.index(argument) if argument in names else len(args), argument
+    else:
+        place, name = argument, names[argument] if argument < len(names) else ""
+    if kwargs.get(name) is not None:
+        kwargs = {**kwargs, name: change(kwargs[name])}
+    elif place < len(args) and args[place] is not None:
+        args = (*args[:place], change(args[place]), *args[place + 1 :])
+    return own(*args, **kwargs)
 
 
-def _changed(value: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor | None:
-    return None if value is None else change(value)
+@cache
+def _arguments_of(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments of a class's `forward`: what is in its place, as under RecomputeDense, may take
+    any.
+    """
+    return list(inspect.signature(forward).parameters)[1:]
 
 
 def planned_styles(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
