@@ -375,8 +375,8 @@ _KINDS = {
 _TAGS = {kind: tag for tag, row in _KINDS.items() for kind in row.types} | {Tensor: "tensor"}
 
 
-class _Encoder:
-    """In the place of `pickle.Pickler`."""
+class _FileCodec:
+    """In the place of `pickle.Pickler` and `pickle.Unpickler`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -384,20 +384,13 @@ class _Encoder:
     def dump(self, value: Any) -> None:
         self._file.write(encode(value))
 
-
-class _Decoder:
-    """In the place of `pickle.Unpickler`."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
     def load(self) -> Any:
         return decode(self._file.read())
 
 
 def carry_objects_without_pickle() -> None:
     """Make every object collective of this process use the codec, whoever calls it, until the process ends."""
-    private_torch.replace_pickler(_Encoder, _Decoder)
+    private_torch.replace_pickler(_FileCodec, _FileCodec)
 
 
 _REFUSED = -1
@@ -561,32 +554,33 @@ def check_versions(world: World, *, recovers: bool = False) -> None:
             some is not rank 0's.
     """
     told: list[Mapping[str, str]] = all_gather_json(versions(), world)
-    differences = [_differences(own, told[0]) for own in told]
-    found = {rank: f"rank {rank} has {_difference(own, told[0])}" for rank, own in enumerate(told) if differences[rank]}
-    refused = [rank for rank, names in enumerate(differences) if any(names.values())]
-    if refused:
-        sentence = f"{'; '.join(found[rank] for rank in refused)}, and would plan otherwise: install the same on all"
-        if not recovers or world.rank in refused:
+    whose, own = "rank 0 has", told[world.rank]
+    found = {rank: words for rank, its in enumerate(told) if (words := different_versions(its, told[0], whose))}
+    if found:
+        listed = "; ".join(f"rank {rank} has {words}" for rank, words in found.items())
+        sentence = f"{listed}, and would plan otherwise: install the same on all"
+        if not recovers or world.rank in found:
             raise ConfigurationError(sentence)
         warnings.warn(sentence, stacklevel=2)
-    elif world.rank in found:
-        warnings.warn(f"{found[world.rank]}: install the same on all ranks", stacklevel=2)
+    elif words := different_versions(own, told[0], whose, with_patches=True):
+        warnings.warn(f"rank {world.rank} has {words}: install the same on all ranks", stacklevel=2)
 
 
-def _differences(own: Mapping[str, str], first: Mapping[str, str]) -> dict[str, bool]:
-    """Return the names of what differs, and True if plans differ for it."""
-    names = [name for name in own if own[name] != first.get(name)]
-    return {name: _changes_plans(name, own[name], first.get(name, "")) for name in names}
+def different_versions(
+    own: Mapping[str, str], common: Mapping[str, str], whose: str = "the others have", *, with_patches: bool = False
+) -> str:
+    """Describe the versions because of which plans would differ from those of others; "" if there are none.
 
+    Args:
+        common: theirs.
+        with_patches: describe other patches of the same libraries, too, under which plans are the same.
+    """
 
-def _difference(own: Mapping[str, str], first: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {own[name]} where rank 0 has {first.get(name)}" for name in _differences(own, first))
+    def compared(name: str, version: str) -> object:
+        return version if name == "moe-lightning" or with_patches else version.split(".")[:2]
 
-
-def different_versions(own: Mapping[str, str], common: Mapping[str, str]) -> str:
-    """Describe the versions because of which plans would differ from the others'; "" if there are none."""
-    changing = (name for name, changes in _differences(own, common).items() if changes)
-    return ", ".join(f"{name} {own[name]} where the others have {common.get(name)}" for name in changing)
+    names = [name for name in own if compared(name, own[name]) != compared(name, common.get(name, ""))]
+    return ", ".join(f"{name} {own[name]} where {whose} {common.get(name)}" for name in names)
 
 
 def versions() -> dict[str, str]:
@@ -599,9 +593,3 @@ def versions() -> dict[str, str]:
         "NumPy": np.__version__,
         "torch": torch.__version__.split("+")[0],
     }
-
-
-def _changes_plans(name: str, one: str, other: str) -> bool:
-    if name == "moe-lightning":
-        return one != other
-    return one.split(".")[:2] != other.split(".")[:2]
