@@ -328,9 +328,13 @@ class World:
     @cached_property
     def pipe(self) -> World:
         """The ranks that hold the other stages for this rank's samples, by stage."""
-        place: dict[str, Any] = {"rank": self.shape.index(self.rank, "pp"), "size": self.shape.pp}
-        group = self.group("pp")
-        return World(**place, device=self.device, bubbles=self.bubbles, dense=group, background=group)
+        return self.along("pp")
+
+    def along(self, axis: str) -> World:
+        """Return the ranks along an axis of the mesh, whose place is the same on all others, with one group."""
+        rank, size = self.shape.place(self.rank, {axis})
+        groups: dict[str, Any] = {"dense": self.group(axis), "background": self.group(axis)}
+        return World(rank=rank, size=size, device=self.device, is_cut=self.is_cut, bubbles=self.bubbles, **groups)
 
     @property
     def data_rank(self) -> int:

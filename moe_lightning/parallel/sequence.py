@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -32,70 +31,43 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.exchange import linear
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharers:
-    """The ranks of a world among which the sequences of the same samples are cut.
+def _swap(tensors: Sequence[Tensor], give: int, take: int, sharers: World) -> list[Tensor]:
+    """Cut dimension `give` of every tensor over the N ranks and join their pieces along dimension `take`, in one
+    exchange; the gradient travels back the same way.
 
-    Attributes:
-        rank: this process's place among them, and of its part in each sequence.
-        size: how many they are.
+    Args:
+        tensors: of one dtype; the size of `give` is a multiple of N.
+
+    Returns:
+        Tensors whose dimension `give` is N times smaller and `take` N times larger.
     """
-
-    rank: int
-    size: int
-    world: World = field(repr=False)
-    group: ProcessGroup = field(repr=False)
-
-    @classmethod
-    def of(cls, world: World) -> Sharers | None:
-        """Return the sharers of this rank; None where it has its samples alone."""
-        group = world.group("cp")
-        return None if group is None else cls(rank=group.rank(), size=group.size(), world=world, group=group)
-
-    def swap(self, tensors: Sequence[Tensor], give: int, take: int) -> list[Tensor]:
-        """Cut dimension `give` of every tensor over the N ranks and join their pieces along dimension `take`, in one
-        exchange; the gradient travels back the same way.
-
-        Args:
-            tensors: of one dtype; the size of `give` is a multiple of N.
-
-        Returns:
-            Tensors whose dimension `give` is N times smaller and `take` N times larger.
-        """
-        pieces = [torch.stack(tensor.chunk(self.size, dim=give)) for tensor in tensors]
-        flat = torch.cat([piece.flatten(1) for piece in pieces], dim=1)
-        received = torch.split(_exchange(flat, self.group), [piece[0].numel() for piece in pieces], dim=1)
-        return [
-            torch.cat(part.view(piece.shape).unbind(), dim=take) for part, piece in zip(received, pieces, strict=True)
-        ]
-
-    def gather(self, tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-        """Every tensor with the pieces of all ranks along one dimension; gradients are summed in the order of ranks."""
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        copies = flat.expand(self.size, -1)
-        received = torch.split(_exchange(copies, self.group), [tensor.numel() for tensor in tensors], dim=1)
-        return [
-            torch.cat(part.view(self.size, *tensor.shape).unbind(), dim=dim)
-            for part, tensor in zip(received, tensors, strict=True)
-        ]
-
-    def differ(self, value: object) -> bool:
-        """Return True if they have unlike values of JSON; the same answer on all of them."""
-        alone = replace(self.world, rank=self.rank, size=self.size, background=self.group)
-        values = all_gather_json(value, alone)
-        return any(other != values[0] for other in values)
+    pieces = [torch.stack(tensor.chunk(sharers.size, dim=give)) for tensor in tensors]
+    flat = torch.cat([piece.flatten(1) for piece in pieces], dim=1)
+    received = torch.split(_exchange(flat, sharers), [piece[0].numel() for piece in pieces], dim=1)
+    return [torch.cat(part.view(piece.shape).unbind(), dim=take) for part, piece in zip(received, pieces, strict=True)]
 
 
-def _exchange(pieces: Tensor, group: ProcessGroup) -> Tensor:
+def _gather(tensors: Sequence[Tensor], dim: int, sharers: World) -> list[Tensor]:
+    """Every tensor with the pieces of all ranks along one dimension; gradients are summed in the order of ranks."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    copies = flat.expand(sharers.size, -1)
+    received = torch.split(_exchange(copies, sharers), [tensor.numel() for tensor in tensors], dim=1)
+    return [
+        torch.cat(part.view(sharers.size, *tensor.shape).unbind(), dim=dim)
+        for part, tensor in zip(received, tensors, strict=True)
+    ]
+
+
+def _exchange(pieces: Tensor, sharers: World) -> Tensor:
     """Row r of [N, ...] to rank r, row r of the result from it."""
-    swap = partial(_all_to_all, group=group)
+    swap = partial(_all_to_all, sharers=sharers)
     return linear(pieces, swap, swap)
 
 
-def _all_to_all(pieces: Tensor, group: ProcessGroup) -> Tensor:
+def _all_to_all(pieces: Tensor, sharers: World) -> Tensor:
     pieces = pieces.contiguous()
     received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=group)
+    dist.all_to_all_single(received, pieces, group=sharers.dense)
     return received
 
 
@@ -110,7 +82,7 @@ class ContextParallel:
     """
 
     def __init__(self) -> None:
-        self._sharers: Sharers | None = None
+        self._sharers: World | None = None
         self._length: int | None = None
         self.is_attending = False
 
@@ -122,11 +94,11 @@ class ContextParallel:
         """In another process sequences are whole."""
         return ContextParallel, ()
 
-    def enter(self, sharers: Sharers | None, length: int | None) -> None:
+    def enter(self, sharers: World | None, length: int | None) -> None:
         """Sequences are cut over ranks, into parts of `length` positions, until this is called again.
 
         Args:
-            sharers: None: they are whole.
+            sharers: the ranks; None: they are whole.
             length: None: the batch was not cut.
         """
         self._sharers, self._length = sharers, length
@@ -211,23 +183,23 @@ class ContextParallel:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend_to_parts(
-        self, sharers: Sharers, q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float | None
+        self, sharers: World, q: Tensor, k: Tensor, v: Tensor, sight: _Sight, scale: float | None
     ) -> Tensor:
         swaps = k.shape[1] % sharers.size == 0
         if sight.documents_BK is not None:
-            (documents_BK,) = sharers.gather([sight.documents_BK], 1)
+            (documents_BK,) = _gather([sight.documents_BK], 1, sharers)
             sight = replace(sight, documents_BK=documents_BK)
         if swaps:
-            q, k, v = sharers.swap([q, k, v], 1, 2)
+            q, k, v = _swap([q, k, v], 1, 2, sharers)
         else:
             sight = replace(sight, first=self.first(q.shape[2]))
-            k, v = sharers.gather([k, v], 2)
+            k, v = _gather([k, v], 2, sharers)
         self.is_attending = True
         try:
             mixed = _attend(q, k, v, sight, scale)
         finally:
             self.is_attending = False
-        return sharers.swap([mixed], 2, 1)[0] if swaps else mixed
+        return _swap([mixed], 2, 1, sharers)[0] if swaps else mixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +303,7 @@ class SequenceParts:
     def __init__(self) -> None:
         self.parts = 1
         self._context = ContextParallel()
-        self._sharers: Sharers | None = None
+        self._sharers: World | None = None
         self._length: int | None = None  # of this rank's parts of the last batch
         self._batches = 0
 
@@ -351,7 +323,7 @@ class SequenceParts:
 
     def enter_world(self, world: World) -> None:
         """Set this rank's part in a world."""
-        self._sharers, self.parts = Sharers.of(world), world.shape.cp
+        self._sharers, self.parts = world.along("cp") if "cp" in world.groups else None, world.shape.cp
         self._batches, self._length = 0, None
         self._watched: set[bool] = set()
         self.leave()
@@ -395,7 +367,7 @@ class SequenceParts:
         leaves = [leaf for leaf in private_torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
         self._batches += 1
         is_looked_at = self._batches & (self._batches - 1) == 0  # the first ones, and then more and more rarely
-        if is_looked_at and self._sharers.differ(_digest(leaves)):
+        if is_looked_at and len(set(all_gather_json(_digest(leaves), self._sharers))) > 1:
             raise ConfigurationError(
                 f"the {self.parts} ranks that share samples under mesh.cp={self.parts} have loaded different "
                 "batches: let a sample follow from its index alone, not from a random generator of the process"
@@ -446,18 +418,16 @@ class SequenceParts:
             if not isinstance(leaf, Tensor) or not leaf.ndim:
                 return leaf
             if leaf.ndim > 1 and leaf.shape[1] == self._length:
-                (leaf,) = sharers.gather([leaf], 1)
+                (leaf,) = _gather([leaf], 1, sharers)
             return leaf if sharers.rank == 0 else leaf[:0]
 
         return private_torch.tree_map(gathered, prediction)
 
 
-def _digest(leaves: list[Tensor]) -> list[object]:
-    """Return short values that differ for different tensors."""
-    return [
-        [list(leaf.shape), zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())]
-        for leaf in leaves
-    ]
+def _digest(leaves: list[Tensor]) -> str:
+    """Return short text that differs for different tensors."""
+    arrays = [leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for leaf in leaves]
+    return str([(list(leaf.shape), zlib.crc32(array.tobytes())) for leaf, array in zip(leaves, arrays, strict=True)])
 
 
 def _require_context(module: nn.Module, parts: int) -> None:
