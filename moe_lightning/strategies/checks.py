@@ -22,7 +22,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moe_lightning.compat import private_lightning, private_torch
@@ -31,7 +30,7 @@ from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.table import require_row_each
-from moe_lightning.state.tensors import cut_of, frozen_base, is_cut, local, swap_parameters
+from moe_lightning.state.tensors import frozen_base, is_cut, local, swap_parameters
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 
 
@@ -310,35 +309,28 @@ def require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
             cut = [p for p in group["params"] if is_cut(p) and not p.is_meta]  # those are in other stages
             kinds = {local(p).dtype: nn.Parameter(local(p).detach()) for p in cut}
             for block in kinds.values():
-                alone, *beside = _tried(optimizer, group, block) or [torch.zeros(1)]
-                if not all(torch.allclose(alone, other, rtol=1e-3, atol=0) for other in beside):
-                    raise _needs_whole(type(optimizer).__name__, cut, _cure(block, "AdamW"))
+                if not _are_alike(_tried(optimizer, group, block), rtol=1e-3):
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} updates the rows of a parameter by what is in other rows, and "
+                        "dense=fsdp, hsdp and mesh.tp keep those on other ranks: "
+                        f"{_cure(block, 'AdamW')}, or dense=zero1 and mesh.tp=1"
+                    )
 
 
-def _needs_whole(name: str, cut: Sequence[nn.Parameter], cure: str) -> ConfigurationError:
-    """Name what shards the parameters: rows over a shard group, or parts over the ranks of mesh.tp."""
-    cutters, cures = [], []
-    if any(isinstance(parameter, DTensor) for parameter in cut):
-        cutters.append("dense=fsdp and hsdp keep")
-        cures.append("dense=zero1")
-    if any(known.sections for parameter in cut if (known := cut_of(parameter)) is not None):
-        cutters.append("mesh.tp above 1 keeps")
-        cures.append("mesh.tp=1")
-    return ConfigurationError(
-        f"{name} updates the rows of a parameter by what is in other rows, and {', and '.join(cutters)} those on other "
-        f"ranks: {cure}, or {' and '.join(cures)}"
-    )
+def _are_alike(rows: Sequence[Tensor], rtol: float = 0.0) -> bool:
+    """Return True if all are as the first one; there may be none."""
+    return all(torch.allclose(rows[0], row, rtol=rtol, atol=0) for row in rows[1:])
 
 
 def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
     name = type(optimizer).__name__
     if group.get("fused") and parameter.device.type == "cpu" and parameter[:1].nbytes % _LINE_BYTES:
         raise _mixes(name, "drop fused=True")  # whether a small trial shows it is a matter of luck
-    alone, *beside = _tried(optimizer, group, parameter) or [torch.zeros(1)]
-    if not all(torch.equal(alone, other) for other in beside):
+    rows = _tried(optimizer, group, parameter)
+    if not _are_alike(rows):
         is_fused = group.get("fused") and parameter.dtype == torch.float32
         raise _mixes(name, "drop fused=True" if is_fused else _cure(parameter, "AdamW, Adam, SGD"))
-    if beside:  # it can be tried
+    if rows:  # it can be tried
         with torch.random.fork_rng(devices=[]):
             trial, states = _trained(optimizer, group, parameter, _NEIGHBORS[-1])
         for scope, value in states.items():
@@ -354,8 +346,7 @@ def _cure(parameter: nn.Parameter, optimizers: str) -> str:
     if parameter.dtype == torch.float32:
         return f"use {optimizers} or another elementwise optimizer"
     adamw = torch.optim.AdamW([parameter])
-    alone, *beside = _tried(adamw, adamw.param_groups[0], parameter) or [torch.zeros(1)]
-    other = "AdamW, or " if all(torch.equal(alone, row) for row in beside) else ""
+    other = "AdamW, or " if _are_alike(_tried(adamw, adamw.param_groups[0], parameter)) else ""
     return f"use {other}a precision with float32 parameters instead of {str(parameter.dtype)[6:]}"
 
 
