@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -328,9 +328,16 @@ def run_fit_by(trainer: pl.Trainer, run: Callable[[Callable[[], None]], None], m
     Args:
         met: called before every batch, once rank 0 has come there. Lightning's own broadcast hides a lost rank 0.
     """
+
+    def of_rank_zero(words: Sequence[bool]) -> list[bool]:
+        told = torch.tensor(words, dtype=torch.int32, device=trainer.strategy.root_device)
+        dist.broadcast(told, src=0)
+        met()
+        return [bool(word) for word in told.tolist()]
+
     loop = trainer.fit_loop
     _replace(loop, "run", partial(run, loop.run))
-    _replace(loop.epoch_loop, "_broadcast_sigterm_tensor", partial(_follow_rank_zero, trainer, met))
+    _replace(loop.epoch_loop, "_broadcast_sigterm_tensor", partial(act_on_signals, trainer, of_rank_zero))
 
 
 def leave_evaluation_out(trainer: pl.Trainer) -> bool:
@@ -340,20 +347,6 @@ def leave_evaluation_out(trainer: pl.Trainer) -> bool:
     evaluation = trainer.test_loop if trainer.testing else trainer.validate_loop
     _replace(trainer.predict_loop if trainer.predicting else evaluation, "run", list)
     return True
-
-
-def _follow_rank_zero(trainer: pl.Trainer, met: Callable[[], None]) -> None:
-    words = [_requeue_is_due(trainer), trainer.received_sigterm]
-    of_rank_zero = torch.tensor(words, dtype=torch.int32, device=trainer.strategy.root_device)
-    dist.broadcast(of_rank_zero, src=0)
-    requeues, ends = map(bool, of_rank_zero.tolist())
-    met()
-    if requeues:
-        trainer._signal_connector._slurm_sigusr_handler_fn.act()  # type: ignore[attr-defined]
-    if ends:
-        with suppress(Exception):
-            dist.barrier()
-        raise SIGTERMException
 
 
 # ---------------------------------------------------------------------- signals
@@ -428,7 +421,7 @@ def act_on_signals(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[
     """Do what the signals ask for that ranks have received since `handle_signals_between_batches`; collective.
 
     Args:
-        agreed: see there.
+        agreed: returns for each word what holds for all ranks; collective.
         ends: the fit has ended: there is nothing to requeue.
 
     Raises:

@@ -454,7 +454,6 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
     of_the_files = {
         "_end_epoch_without_restart",
         "_fetcher",
-        "_follow_rank_zero",
         "_gather_in",
         "_is_reduced",
         "_keep_freezing",
