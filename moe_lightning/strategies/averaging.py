@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -25,8 +25,10 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.averages import AVERAGE, Averages, set_aside
 from moe_lightning.state.sums import sum_of_rows
 from moe_lightning.state.tensors import local
-from moe_lightning.strategies.dense_parameters import ParameterHolder
 from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.train_state import TrainState
 
 CURRENT, REST = "current_model_state", "averaging_state"
 """Keys of Lightning's checkpoints: the weights that train on, whose averages are in `state_dict`, and the count."""
@@ -43,7 +45,7 @@ class Averaging:
         are_in_module: the module has the averages now, and they are where these belong.
     """
 
-    def __init__(self, state: ParameterHolder) -> None:
+    def __init__(self, state: TrainState) -> None:
         self._state = state
         self.averages: Averages | None = None
         self.are_in_module = False

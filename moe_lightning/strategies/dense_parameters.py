@@ -17,9 +17,8 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
@@ -69,8 +68,10 @@ from moe_lightning.strategies.fsdp import (
     shard_dense,
     undo_shard,
 )
-from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.train_state import TrainState
 
 
 def fits_every_rank(parameters: Iterable[nn.Parameter], most_bytes: int, world: World) -> bool:
@@ -95,41 +96,6 @@ def has_index(parameter: nn.Parameter) -> bool:
     return cut is not None and bool(cut.sections)
 
 
-class ParameterHolder(Protocol):
-    """State of a rank, `TrainState`, as far as its shards of dense state and its averages need it."""
-
-    optimizers: Sequence[Optimizer]
-
-    @property
-    def module(self) -> pl.LightningModule: ...
-
-    @property
-    def experts(self) -> PlacedExperts: ...
-
-    @property
-    def stages(self) -> StageMap: ...
-
-    @property
-    def parts(self) -> DenseParts: ...
-
-    @property
-    def shards(self) -> DenseShards: ...
-
-    def training_state(self) -> State: ...
-
-    def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None: ...
-
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
-
-    def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]: ...
-
-    def fill_groups(self) -> None: ...
-
-    def home_of(self, parameter: nn.Parameter) -> torch.device: ...
-
-    def find_twins(self) -> None: ...
-
-
 class DenseParts:
     """Dense parameters of a rank's module that are sharded, and their transfer between worlds.
 
@@ -143,7 +109,7 @@ class DenseParts:
         with_moments: as given.
     """
 
-    def __init__(self, state: ParameterHolder, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
+    def __init__(self, state: TrainState, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
         self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
@@ -508,7 +474,7 @@ class DenseShards:
         replay: copy of another rank's optimizer states; None without one.
     """
 
-    def __init__(self, state: ParameterHolder, parts: DenseParts, worlds: Worlds, kind: str) -> None:
+    def __init__(self, state: TrainState, parts: DenseParts, worlds: Worlds, kind: str) -> None:
         self._state, self._parts, self._worlds, self.kind = state, parts, worlds, kind
         self._sharding: DenseSharding = ReplicatedDense((), World.single())
         self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that the sharding counts
