@@ -62,9 +62,14 @@ _REPLACED = "_moe_lightning_replaced"
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    """Replace a method of a part of the Trainer until `use_own_methods`."""
+    """Replace a method of a part of the Trainer until `use_own_methods`, or `_restore` of the part."""
     vars(owner)[name] = value
     vars(owner).setdefault(_REPLACED, set()).add(name)
+
+
+def _restore(owner: Any) -> None:
+    for name in vars(owner).pop(_REPLACED, ()):
+        del vars(owner)[name]
 
 
 def use_own_methods(trainer: pl.Trainer) -> None:
@@ -72,8 +77,7 @@ def use_own_methods(trainer: pl.Trainer) -> None:
     fit, connectors = trainer.fit_loop, (trainer._signal_connector, trainer._logger_connector)
     loops = (fit, fit.epoch_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for owner in (*connectors, *loops, trainer.precision_plugin):
-        for name in vars(owner).pop(_REPLACED, ()):
-            del vars(owner)[name]
+        _restore(owner)
 
 
 # ---------------------------------------------------------------------- launching
@@ -808,21 +812,18 @@ def average_by(
         finish: gives the module the averages at the end of training.
     """
     callback._average_model = averages
-    callback.__dict__ |= {
-        "setup": setup,
-        "should_update": should_update,
-        "on_load_checkpoint": load,
-        "_swap_models": swap,
-        "_copy_average_to_current": finish,
-    }
+    _replace(callback, "setup", setup)
+    _replace(callback, "should_update", should_update)
+    _replace(callback, "on_load_checkpoint", load)
+    _replace(callback, "_swap_models", swap)
+    _replace(callback, "_copy_average_to_current", finish)
 
 
 def average_as_usual(callback: WeightAveraging) -> None:
     """Undo `average_by`."""
-    if "_swap_models" in callback.__dict__:
+    if _REPLACED in vars(callback):
         callback._average_model = None
-        for name in ("setup", "should_update", "on_load_checkpoint", "_swap_models", "_copy_average_to_current"):
-            del callback.__dict__[name]
+        _restore(callback)
 
 
 def averaged_at(callback: WeightAveraging, step: int) -> None:

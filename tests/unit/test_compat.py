@@ -463,6 +463,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_parameters_of",
         "_replace",
         "_requeue_is_due",
+        "_restore",
         "_savers",
         "_undo_group",
         "_validates_by_time",
