@@ -299,23 +299,25 @@ class DenseParts:
         """Yield the module's parameters as they are between steps, also inside of a step."""
         return resting_parameters(self._state.module) if self.is_in_rows else self._state.module.parameters()
 
-    def begin_backward(self) -> None:
-        """Begin a backward pass inside of a step method, maybe not the first; collective."""
-        if self.is_in_rows:
-            gather_rest(self._state.module)
+    @contextmanager
+    def backward(self) -> Generator[None, None, None]:
+        """Surround a backward pass; collective.
 
-    def end_backward(self) -> None:
-        """End a backward pass inside of a step method, whose loss torch has not seen leave that method: gradients
-        outside of units are summed over ranks, unless they are already; collective.
+        Under manual optimization it comes inside of a step method, maybe not as the first, and torch has not seen its
+        loss leave that method: gradients outside of units are summed over ranks at the end, unless they are already.
+        Gradients of parameters that were frozen after their values were gathered, as by `toggle_optimizer`, are
+        dropped.
         """
-        if self.is_in_rows:
-            end_backward(self._state.module)
-
-    def drop_frozen(self) -> None:
-        """Drop, after a backward pass, the gradients of parameters that were frozen after their values were gathered,
-        as by `toggle_optimizer` inside of a step.
-        """
-        for parameter in self._state.module.parameters() if self.is_in_rows else ():
+        if not self.is_in_rows:
+            yield
+            return
+        module = self._state.module
+        if not module.automatic_optimization:
+            gather_rest(module)
+        yield
+        if not module.automatic_optimization:
+            end_backward(module)
+        for parameter in module.parameters():
             if not parameter.requires_grad:
                 parameter.grad = None
 

@@ -386,13 +386,8 @@ class Steps:
             self._earlier = self._take_earlier()
         if experts.shadow_transfers is not None:
             experts.shadow_transfers.begin_backward(is_last=not self.is_blocked)
-        if not module.automatic_optimization:
-            self._state.parts.begin_backward()
-        with self._screened():
+        with self._state.parts.backward(), self._screened():
             yield
-        if not module.automatic_optimization:
-            self._state.parts.end_backward()
-        self._state.parts.drop_frozen()
         if module.automatic_optimization:
             self._end_batch()
         if not self.is_blocked:
