@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from annotated_types import Interval
 
@@ -24,14 +23,8 @@ from moe_lightning.cores import usable_cores
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-
 _Workers = Annotated[int, Interval(ge=1, le=1024)]
 _Fraction = Annotated[float, Interval(gt=0, lt=1)]
-_WIDE = 100
-"""Columns of a terminal from which on a bar is drawn beside the numbers."""
 _PLAIN_S = 10.0
 
 
@@ -103,8 +96,8 @@ def tokenize(arguments: argparse.Namespace) -> None:
     )
     if is_token_folder(arguments.out):
         print(f"moe-data: {arguments.out} was begun before: what is finished is kept", file=sys.stderr)
-    with _progress(sum(file.size_bytes for file in files)) as progress:
-        made = write_token_folder(arguments.out, files, recipe, workers=arguments.workers, advance=progress.advance)
+    with _progress(sum(file.size_bytes for file in files)) as advance:
+        made = write_token_folder(arguments.out, files, recipe, workers=arguments.workers, advance=advance)
     header = made.header
     print(
         f"{made.path}: {header.num_tokens:,} tokens ({header.dtype}) in {header.num_documents:,} documents of "
@@ -113,58 +106,23 @@ def tokenize(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _progress(size_bytes: int) -> Iterator[_Progress]:
-    """A bar on a terminal, a line every few seconds elsewhere."""
-    if not sys.stdout.isatty():
-        yield _Progress(size_bytes)
-        return
-    with _bar() as bar:
-        yield _Progress(size_bytes, bar)
-
-
-def _bar() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.table import Column
-
-    console, narrow = Console(), Column(no_wrap=True)
-    is_wide = console.width >= _WIDE
-    return Progress(
-        *([BarColumn(bar_width=None)] if is_wide else []),
-        TextColumn("{task.fields[amount]}", table_column=narrow),
-        TimeElapsedColumn(table_column=narrow),
-        TextColumn("<", table_column=narrow),
-        TimeRemainingColumn(table_column=narrow),
-        console=console,
-        refresh_per_second=4,
-        expand=is_wide,
-    )
-
-
-class _Progress:
-    """Progress of a command, as a text of at most 40 columns up to a terabyte.
-
-    Args:
-        size_bytes: of all.
-        bar: that shows it; None: lines.
+def _progress(size_bytes: int) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on a terminal, elsewhere its text every few seconds; yields the function to call with bytes and tokens
+    as they are done.
     """
+    from tqdm import tqdm
 
-    def __init__(self, size_bytes: int, bar: Progress | None = None) -> None:
-        self._size_bytes, self._nbytes, self._tokens = size_bytes, 0, 0
-        self._bar, self._next_s = bar, time.monotonic() + _PLAIN_S
-        if bar is not None:
-            self._task = bar.add_task("", total=size_bytes, amount=str(self))
+    is_plain, done = not sys.stderr.isatty(), 0
+    wait_s = {"mininterval": _PLAIN_S, "delay": _PLAIN_S} if is_plain else {}
+    with tqdm(total=size_bytes, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, **wait_s) as bar:
 
-    def advance(self, nbytes: int, tokens: int) -> None:
-        self._nbytes, self._tokens = self._nbytes + nbytes, self._tokens + tokens
-        if self._bar is not None:
-            self._bar.update(self._task, advance=nbytes, amount=str(self))
-        elif time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _PLAIN_S
-            print(self, flush=True)
+        def advance(nbytes: int, tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            bar.set_postfix_str(f"{done / 1e6:,.1f}M tokens", refresh=False)
+            bar.update(nbytes)
 
-    def __str__(self) -> str:
-        return f"{self._nbytes / 1e6:,.1f}/{self._size_bytes / 1e6:,.1f} MB  {self._tokens / 1e6:,.1f}M tokens"
+        yield advance
 
 
 def _tokenizer(arguments: argparse.Namespace) -> str | None:

@@ -594,23 +594,17 @@ def test_ctrl_c_says_that_the_command_goes_on(
     assert capsys.readouterr().err == "moe-data: ended by SIGINT; the same command goes on where it stopped\n"
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_progress_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    bar = moe_data._bar()
-    moe_data._Progress(999_999_999_999, bar).advance(123_456_789_012, 98_765_432_109)
-    with bar.console.capture() as shown:
-        bar.console.print(bar.get_renderable())
-    (line,) = shown.get().splitlines()
-    assert len(line) <= columns
-    assert "123,456.8/1,000,000.0 MB  98,765.4M tokens" in line
-    assert ("━" in line) == (columns >= 100)
-
-
-def test_progress_in_files_is_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = iter(range(0, 1000, 6))
-    monkeypatch.setattr(moe_data.time, "monotonic", lambda: next(now))
-    with moe_data._progress(5_000_000) as progress:
+def test_progress_in_files_is_text_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(moe_data, "_PLAIN_S", 0.0)
+    with moe_data._progress(5_000_000) as advance:
         for _ in range(4):
-            progress.advance(1_000_000, 250_000)
-    assert capsys.readouterr().out.splitlines()[0] == "2.0/5.0 MB  0.5M tokens"
+            advance(1_000_000, 250_000)
+    assert re.search(r"40%.* 2\.00M/5\.00M .*, 0\.5M tokens", capsys.readouterr().err)
+
+
+def test_short_work_has_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with moe_data._progress(5_000_000) as advance:
+        advance(5_000_000, 1_000_000)
+    assert capsys.readouterr().err == ""
