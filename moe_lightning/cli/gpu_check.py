@@ -1,17 +1,15 @@
 """`moe-bench gpu-check`: a table of pass and fail for everything that needs a GPU, in under two minutes.
 
-Every check runs in its own process, so that a poisoned context or a hanging driver fails one check only. A hanging
-check is ended in time for the others.
+Every check runs in its own process, so that a poisoned context or a hanging driver fails one check only. All run at
+once, and what still runs when the time is over is ended.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +23,6 @@ from moe_lightning.text_table import table
 NAMES = ("routing", "rows", "matmul", "grouped", "experts", "buffers", "pinned_copy", "training", "communicators")
 _PROBE_S = 20.0
 _BUDGET_S = 95.0
-_AT_ONCE = 4
-_TURNS = 5  # into which the budget is divided: the first checks, which compile most, get what the others leave
-_LOOK_S = 0.5
 _KILLED_S = 2.0
 _PROBE = """
 import torch, importlib.util
@@ -80,84 +75,49 @@ def command(name: str, device: str) -> tuple[str, ...]:
 
 
 def outcomes_of(commands: Mapping[str, Sequence[str]], budget_s: float = _BUDGET_S) -> list[Outcome]:
-    """Run each command in a process of its own, some at once; one that ends well prints its note last.
+    """Run all commands at once, each in a process of its own; one that ends well prints its note last.
 
     Args:
-        budget_s: seconds for all, of which each turn that is to come keeps a part.
+        budget_s: seconds after which a command is ended.
     """
     running: set[subprocess.Popen[str]] = set()
-    turns = _Turns(len(commands), budget_s)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(len(commands)) as pool:
         try:
-            outcome = partial(_outcome, turns=turns, running=running)
+            outcome = partial(_outcome, budget_s=budget_s, running=running)
             return list(pool.map(outcome, commands, commands.values()))
         except BaseException:  # a Ctrl-C does not reach processes of other sessions
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in tuple(running):
                 _end(process)
             raise
 
 
-class _Turns:
-    """Shares a budget among checks of which some run at once."""
-
-    def __init__(self, checks: int, budget_s: float) -> None:
-        self._waiting, self._ends, self._turn_s = checks, time.monotonic() + budget_s, budget_s / _TURNS
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """A check waits no more."""
-        with self._lock:
-            self._waiting -= 1
-
-    def left_s(self) -> float:
-        """Seconds that running checks may still take; more if others have begun beside them."""
-        return self._ends - time.monotonic() - self._turn_s * math.ceil(self._waiting / _AT_ONCE)
-
-
-def _outcome(name: str, command: Sequence[str], turns: _Turns, running: set[subprocess.Popen[str]]) -> Outcome:
-    turns.begin()
+def _outcome(name: str, command: Sequence[str], budget_s: float, running: set[subprocess.Popen[str]]) -> Outcome:
     began = time.perf_counter()
     try:
-        verdict, note = _ended(command, turns, running)
+        verdict, note = _ended(command, budget_s, running)
     except OSError as error:  # no process could be made
         verdict, note = "FAIL", str(error)
     return Outcome(name=name, verdict=verdict, seconds=time.perf_counter() - began, note=note[:160])
 
 
-def _ended(command: Sequence[str], turns: _Turns, running: set[subprocess.Popen[str]]) -> tuple[str, str]:
+def _ended(command: Sequence[str], budget_s: float, running: set[subprocess.Popen[str]]) -> tuple[str, str]:
     """Verdict and note of a process, which is ended with all that it has started where it takes too long."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
     ) as process:
         running.add(process)
-        began = time.perf_counter()
         try:
-            output, complaint = _outputs(process, turns)
+            output, complaint = process.communicate(timeout=budget_s)
         except subprocess.TimeoutExpired:
             _end(process)
-            return "FAIL", f"timed out after {time.perf_counter() - began:.0f} s"
+            return "FAIL", f"timed out after {budget_s:.0f} s"
         finally:
             running.discard(process)
     note = _last_line(complaint if process.returncode else output)
     if process.returncode < 0:
         note = f"ended by signal {-process.returncode}: {note}"
     return "FAIL" if process.returncode else "pass", note
-
-
-def _outputs(process: subprocess.Popen[str], turns: _Turns) -> tuple[str, str]:
-    """Both outputs of a process.
-
-    Raises:
-        TimeoutExpired: its time is over.
-    """
-    while True:
-        try:
-            return process.communicate(timeout=max(0.0, min(_LOOK_S, turns.left_s())))
-        except subprocess.TimeoutExpired:
-            if turns.left_s() <= 0:
-                raise
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -176,7 +136,7 @@ def _last_line(text: str) -> str:
 
 def _devices() -> tuple[int, str]:
     """GPUs of this machine and a line on them; asked in another process, since a broken driver may end it."""
-    verdict, note = _ended((sys.executable, "-c", _PROBE), _Turns(0, _PROBE_S), set())
+    verdict, note = _ended((sys.executable, "-c", _PROBE), _PROBE_S, set())
     if verdict == "FAIL":
         return 0, f"asking for GPUs: {note}"
     number, where = note.split("|", 1)

@@ -22,8 +22,8 @@ from tests.forks import PATIENCE_S
 
 ENDS_S = 20.0
 """More than it takes to end processes, and less than any of them would take."""
-_HANGING_S = 30.0
-"""Budget of which a fifth lets `echo` start on a busy machine."""
+_HANGING_S = 6.0
+"""Budget in which `echo` starts on a busy machine."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -85,7 +85,7 @@ def test_a_check_that_dies_or_hangs_ends_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checks_that_hang_leave_time_for_those_after_them() -> None:
+def test_checks_that_hang_keep_no_other_from_its_end() -> None:
     hangs, fine = ("sleep", "1000"), ("echo", "within 0")
     commands = {**{f"hangs {number}": hangs for number in range(5)}, "fine": fine, "fine too": fine}
     began = time.monotonic()
