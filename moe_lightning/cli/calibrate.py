@@ -3,8 +3,7 @@
 Experts and exchanges are timed alone; short reference trainings then fix what each part of the simulator's step costs
 in a running step (its scale), and what a snapshot costs. Other trainings, of other sizes, routing and features, are
 predicted and measured. Times are those of the quietest third of the steps; on a machine with other work even these are
-too long by chance. So all is measured twice: by the clock, and by the processor time of the busiest rank, which is the
-step's time on an otherwise idle machine.
+too long by chance.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ from moe_lightning.text_table import table as text_table
 SAVE_EVERY = 4
 """Steps between snapshots where there are any; times are of so many steps together."""
 
-CLOCKS = ("step_s", "cpu_s")
-
 Shares = Mapping[tuple[str, int], NDArray[np.float64]]
 """Of the experts, by routing and number."""
 
@@ -104,11 +101,10 @@ _QUIET_SHARE = 0.34
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One training: its seconds a step by one of `CLOCKS`, measured and predicted."""
+    """One training: its seconds a step, measured and predicted."""
 
     ranks: int
     name: str
-    clock: str
     measured_s: float
     predicted_s: float
 
@@ -125,7 +121,6 @@ class Options:
     trace: InputFile | None = option("routing trace (.npz) for the skewed trainings (default: Zipf)", None)
     steps: Annotated[int, Interval(ge=2 * SAVE_EVERY, le=1e6)] = option("measured steps of a training", 36)
     out: OutputFile = option("file for hardware.preset of moe-sim", Path("machine.json"))
-    clock: Literal["step_s", "cpu_s"] = option("by which the file is", CLOCKS[0])
     no_check: bool = option("only calibrate, predict nothing", False)
 
 
@@ -160,21 +155,17 @@ def _one_world(folder: Path, ranks: int, options: Options) -> tuple[Hardware, li
         jobs.append({"name": name, "trace": str(trace), "folder": str(folder / name), "training": asdict(training)})
     [found, *_] = on_ranks("moe_lightning.cli.calibrate:measure_all", {"jobs": jobs}, num_ranks=ranks, folder=folder)
     measured = dict(zip(named, found["seconds"], strict=True))
-    machines, predictions = {}, []
-    for clock in CLOCKS:
-        references = {name: measured[name][clock] for name in REFERENCES}
-        machines[clock] = fit_hardware(ranks, found["parts"], references, shares)
-        predictions += [
-            Prediction(
-                ranks=ranks,
-                name=name,
-                clock=clock,
-                measured_s=measured[f"check {name}"][clock],
-                predicted_s=predict_s(machines[clock], choice, shares),
-            )
-            for name, choice in checks.items()
-        ]
-    return machines[options.clock], predictions
+    hardware = fit_hardware(ranks, found["parts"], {name: measured[name] for name in REFERENCES}, shares)
+    predictions = [
+        Prediction(
+            ranks=ranks,
+            name=name,
+            measured_s=measured[f"check {name}"],
+            predicted_s=predict_s(hardware, choice, shares),
+        )
+        for name, choice in checks.items()
+    ]
+    return hardware, predictions
 
 
 def _shares(routing: str, experts: int, trace: Path | None) -> NDArray[np.float64]:
@@ -194,16 +185,15 @@ def measure_all(settings: dict[str, Any]) -> dict[str, Any]:
     jobs, seconds = settings["jobs"], []
     for job in jobs:
         seconds.append(_train(Training(**job["training"]), job["trace"], job["folder"]))
-        wall_ms, cpu_ms = (1e3 * seconds[-1][clock] for clock in CLOCKS)
-        print(f"{job['name']}: {wall_ms:.1f} ms a step, {cpu_ms:.1f} ms of a processor", flush=True)
+        print(f"{job['name']}: {1e3 * seconds[-1]:.1f} ms a step", flush=True)
     world = World.connect(torch.device("cpu"), timedelta(seconds=60))  # the trainings have made the default group
     found = parts(world, Training(**jobs[0]["training"]))
     world.close()
     return {"seconds": seconds, "parts": found}
 
 
-def _train(training: Training, trace: str, folder: str) -> dict[str, float]:
-    """Seconds of a step: of the clock, and of the busiest rank's processor."""
+def _train(training: Training, trace: str, folder: str) -> float:
+    """Seconds of a step."""
     saving = PartialExpertsCheckpoint(folder, every_n_steps=SAVE_EVERY, save_on_train_end=False)
     ways = STRATEGIES[training.strategy]
     callbacks: list[pl.Callback] = [saving] if training.snapshots else []
@@ -213,10 +203,9 @@ def _train(training: Training, trace: str, folder: str) -> dict[str, float]:
     clock = StepClock()
     try:
         train(strategy, clock, callbacks, trace, training)
-        mine = {name: quiet_mean(getattr(clock, name)[WARMUP_STEPS:]) for name in CLOCKS}
-        ranks = all_gather_json(mine, strategy.world)
+        seconds: list[float] = all_gather_json(quiet_mean(clock.step_s[WARMUP_STEPS:]), strategy.world)
         strategy.world.close()
-        return {name: max(rank[name] for rank in ranks) for name in CLOCKS}
+        return max(seconds)
     finally:
         if os.environ["RANK"] == "0":
             shutil.rmtree(folder, ignore_errors=True)
@@ -364,13 +353,13 @@ def table(machines: Mapping[int, Hardware], predictions: Sequence[Prediction]) -
         for ranks, found in machines.items()
     ]
     lines = [text_table(headers, rows)]
-    for clock in CLOCKS if predictions else ():
-        mine = [prediction for prediction in predictions if prediction.clock == clock]
+    if predictions:
         cells = [
-            (p.ranks, p.name, f"{1e3 * p.measured_s:.1f}", f"{1e3 * p.predicted_s:.1f}", f"{p.error:.1%}") for p in mine
+            (p.ranks, p.name, f"{1e3 * p.measured_s:.1f}", f"{1e3 * p.predicted_s:.1f}", f"{p.error:.1%}")
+            for p in predictions
         ]
-        lines.append(text_table(("ranks", "training", "measured ms", "predicted ms", "error"), cells, f"by {clock}"))
-        median = statistics.median(prediction.error for prediction in mine)
+        lines.append(text_table(("ranks", "training", "measured ms", "predicted ms", "error"), cells))
+        median = statistics.median(prediction.error for prediction in predictions)
         verdict = "met" if median < _GOAL else "missed"
-        lines.append(f"median error {median:.1%} over {len(mine)} trainings; goal below {_GOAL:.0%}: {verdict}")
+        lines.append(f"median error {median:.1%} over {len(predictions)} trainings; goal below {_GOAL:.0%}: {verdict}")
     return "\n".join(lines)
