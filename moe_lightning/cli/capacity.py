@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_lightning.cores import available_memory, machine_memory
 from moe_lightning.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from moe_lightning.models.gpt import GPTConfig
 
 GIB = 2**30
 
@@ -20,7 +23,8 @@ RANK_BYTES = GIB // 4
 MOMENTS: Mapping[str, int] = {"adamw": 2, "muon": 1, "adafactor": 0}
 """Numbers that an optimizer keeps for an element of a matrix, by its name in an OptimizerConfig."""
 
-_TOKEN_BYTES = 8
+_LEAST_BYTES = 2
+"""Of a parameter, in any precision."""
 
 
 def ranks_of(trainer: Mapping[str, Any]) -> int:
@@ -67,38 +71,25 @@ def check_processes(ranks: int, num_workers: int = 0) -> None:
         )
 
 
-def check_model(sizes: Mapping[str, int], parameters: int, memory_bytes: int, state_bytes: int = 16) -> None:
-    """Refuse a model whose state exceeds all the memory there is.
+def check_model(config: GPTConfig, memory_bytes: int) -> None:
+    """Refuse a GPT whose weights exceed all the memory there is, before anything of that size is built.
 
     Args:
-        sizes: what the number of parameters depends on, by key.
-        parameters: at least so many, each expert once.
         memory_bytes: of all ranks together.
-        state_bytes: of a parameter, at least; the default is that of AdamW in float32: weight, gradient, moments.
 
     Raises:
         ConfigurationError: the size that stands out most.
     """
-    needed = parameters * state_bytes
+    from moe_lightning.models.gpt import least_gpt_parameters  # imports torch
+
+    parameters = least_gpt_parameters(config)
+    needed = parameters * _LEAST_BYTES
     if needed > memory_bytes:
-        key = max(sizes, key=lambda name: sizes[name])
+        sizes = {name: value for name, value in vars(config).items() if type(value) is int}
+        name = max(sizes, key=lambda name: sizes[name])
         raise ConfigurationError(
-            f"{key}={sizes[key]} makes a model of {parameters:.3g} parameters, which take {needed / GIB:.3g} GiB at "
-            f"{state_bytes} bytes each: more than the {memory_bytes / GIB:.0f} GiB of memory there are; lower it"
-        )
-
-
-def check_sample(key: str, value: int, elements: int, memory_bytes: int) -> None:
-    """Refuse a sample, or a list of samples, that alone exceeds a machine's memory.
-
-    Raises:
-        ConfigurationError: the key, and how much it may be.
-    """
-    if elements * _TOKEN_BYTES > memory_bytes:
-        most = value * memory_bytes // (elements * _TOKEN_BYTES)
-        raise ConfigurationError(
-            f"{key}={value} needs {elements * _TOKEN_BYTES / GIB:.3g} GiB for it alone, of {memory_bytes / GIB:.0f} "
-            f"GiB of memory: use less than {most}"
+            f"model.{name}={sizes[name]} makes a model of {parameters:.3g} parameters, which take {needed / GIB:.3g} "
+            f"GiB at {_LEAST_BYTES} bytes each: more than the {memory_bytes / GIB:.0f} GiB of memory; lower it"
         )
 
 

@@ -14,7 +14,15 @@ from omegaconf import OmegaConf
 
 from moe_lightning import plots
 from moe_lightning.arguments import output_file
-from moe_lightning.cli.composition import CONFIG_DIR, composition_errors, config_folder, known_keys, with_quotes
+from moe_lightning.cli.composition import (
+    CONFIG_DIR,
+    build_object,
+    check_arguments,
+    composition_errors,
+    config_folder,
+    known_keys,
+    with_quotes,
+)
 from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
 from moe_lightning.errors import ConfigurationError
@@ -31,39 +39,24 @@ from moe_lightning.simulate.world_change import world_changes
 from moe_lightning.text_table import table
 from moe_lightning.user_errors import suggestion
 
-_MOST_MODEL_BYTES = 10**18
-"""Limit for its training, beyond the largest clusters."""
+_MOST_MODEL_BYTES = 10**17
+"""Limit for its weights, beyond the largest clusters."""
 _BYTES_VOCABULARY = 256
 
 
 def _workload(config: Mapping[str, Any]) -> Workload:
     from moe_lightning.cli.capacity import check_model
-    from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters
-    from moe_lightning.moe.router import RouterConfig
+    from moe_lightning.models.gpt import GPTConfig
 
-    model = _arguments(config["model"], GPTConfig, "model")
-    if model["vocab_size"] == "auto":
-        model["vocab_size"] = _BYTES_VOCABULARY
-    if not isinstance(model["router"], Mapping):
-        raise ConfigurationError(
-            f"model.router={shown(model['router'])} must be a mapping: set model.router.NAME=value"
-        )
-    router = _arguments(model["router"], RouterConfig, "model.router")
-    if not fits(router.get("forced"), dict[str, Any] | None):
-        raise ConfigurationError(f"model.router.forced={shown(router['forced'])} must be null or a mapping")
-    model["router"] = build_config(RouterConfig, router | {"forced": None}, key="model.router")
-    described_model = build_config(GPTConfig, model, key="model")
-    sizes = {f"model.{key}": value for key, value in model.items() if type(value) is int}
-    check_model(sizes, least_gpt_parameters(described_model), _MOST_MODEL_BYTES)
-    return gpt_workload(described_model, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
-
-
-def _arguments(node: Mapping[str, Any], kind: type, key: str) -> dict[str, Any]:
-    """Those of the one kind of object that the simulator knows here."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if node.get(TARGET, name) != name:
-        raise ConfigurationError(f"{key}.{TARGET}={shown(node[TARGET])} must be {name}: choose a model of text")
-    return {argument: value for argument, value in node.items() if argument != TARGET}
+    model, kind = config["model"], f"{GPTConfig.__module__}.{GPTConfig.__qualname__}"
+    if model.get(TARGET) != kind:
+        raise ConfigurationError(f"model.{TARGET}={shown(model.get(TARGET))} must be {kind}: choose a model of text")
+    check_arguments(model, "model")
+    vocab_size = _BYTES_VOCABULARY if model["vocab_size"] == "auto" else model["vocab_size"]
+    router = {**model["router"], "forced": None}  # routing=... says how tokens are routed here
+    gpt = build_object({**model, "vocab_size": vocab_size, "router": router}, "model")
+    check_model(gpt, _MOST_MODEL_BYTES)
+    return gpt_workload(gpt, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
 
 
 def _hardware(config: Mapping[str, Any]) -> Hardware:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import math
 import os
 import signal
 import threading
@@ -45,30 +44,18 @@ from moe_lightning.checkpoint.directory import headings
 from moe_lightning.checkpoint.inspect import checkpoint_values
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.cli.capacity import (
-    MOMENTS,
-    check_model,
-    check_processes,
-    check_sample,
-    nodes_of,
-    ranks_of,
-    whole_memory,
-)
+from moe_lightning.cli.capacity import check_model, check_processes, nodes_of, ranks_of, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
-from moe_lightning.cli.footprint import PRECISIONS
 from moe_lightning.cli.resume import changes, check_changes, check_start, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import TARGET, with_key
-from moe_lightning.cores import machine_memory
 from moe_lightning.data.text import TextData
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.hub import model_folder, weights_folder
-from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters, least_slot_parameters
 from moe_lightning.models.gpt_module import GPTModule
-from moe_lightning.models.swin import SwinConfig, SwinModule
 from moe_lightning.parallel.context import STORE_VARIABLE
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
@@ -256,66 +243,20 @@ def _options(optimizer: torch.optim.Optimizer) -> set[str]:
     return {"initial_lr", *inspect.signature(type(optimizer)).parameters} - {"params"}
 
 
-_GPT_SIZES = (
-    "vocab_size", "context_length", "num_layers", "num_heads", "d_model", "d_hidden", "num_experts", "d_expert",
-    "num_shared_experts",
-)  # fmt: skip
-_SWIN_SIZES = ("num_classes", "image_size", "embed_dim", "num_experts", "mlp_ratio", "patch_size", "window_size")
-
-
 def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
     """Refuse what cannot be held by the machines that the configuration names.
 
     Raises:
-        ConfigurationError: the key that is too large, and how large it may be.
+        ConfigurationError: the key that is too large, or what helps.
     """
-    trainer, data = config["trainer"], config["data"]
-    ranks, nodes = ranks_of(trainer), nodes_of(config)
-    memory = whole_memory(trainer, nodes)
-    check_processes(ranks, data.get("num_workers", 0))
+    trainer = config["trainer"]
+    check_processes(ranks_of(trainer), config["data"].get("num_workers", 0))
     if isinstance(module, GPTModule):
-        state_bytes = _state_bytes(config, module.optimizer_config.name)
-        _check_gpt(module.config, memory, config["strategy"].get("slots"), ranks * nodes, state_bytes)
-    elif isinstance(module, SwinModule):
-        _check_swin(module.config, memory, _state_bytes(config, module.optimizer_config.name))
-    for name in ("num_shapes", "global_batch_size"):
-        if name in data:
-            check_sample(f"data.{name}", data[name], data[name], machine_memory())
+        check_model(module.config, whole_memory(trainer, nodes_of(config)))
     if config["check_memory"] and config["task"] == "train":
         from moe_lightning.cli.planning import check_memory
 
         check_memory(config)
-
-
-def _state_bytes(config: Mapping[str, Any], optimizer: str) -> int:
-    """Return the bytes of a parameter on the devices of a task, at least."""
-    trainer = config["trainer"]
-    stored, _ = PRECISIONS.get(str(trainer.get("precision")), (torch.float16, None))
-    if config["task"] != "train":
-        return stored.itemsize
-    offloads = config["strategy"].get("offload_optimizer") and trainer.get("accelerator") in ("gpu", "cuda")
-    return stored.itemsize * (2 if offloads else 2 + MOMENTS[optimizer])
-
-
-def _check_gpt(config: GPTConfig, memory_bytes: int, slots: int | None, ranks: int, state_bytes: int) -> None:
-    sizes = {f"model.{name}": getattr(config, name) or 0 for name in _GPT_SIZES}
-    check_model(sizes, least_gpt_parameters(config), memory_bytes, state_bytes)
-    # One sample's activations between the layers, or the tables of rotary positions.
-    check_sample("model.context_length", config.context_length, config.context_length * config.d_model, memory_bytes)
-    if slots is not None:
-        parameters = ranks * least_slot_parameters(config, slots)
-        check_model({"strategy.slots": slots}, parameters, memory_bytes, state_bytes)
-
-
-def _check_swin(config: SwinConfig, memory_bytes: int, state_bytes: int) -> None:
-    sizes = {f"model.{name}": getattr(config, name) or 0 for name in _SWIN_SIZES}
-    side = config.image_size
-    check_sample("model.image_size", side, 3 * side * side, memory_bytes)
-    widths = [(config.embed_dim or 96) << stage for stage in range(min(len(config.depths or ()), 32))]
-    hidden = [math.ceil((config.mlp_ratio or 4.0) * width) for width in widths]
-    dense = sum(depth * 4 * width**2 for depth, width in zip(config.depths or (), widths, strict=False))
-    expert = 2 * widths[-1] * hidden[-1] * config.num_experts if widths else 0
-    check_model(sizes, dense + expert + config.num_classes, memory_bytes, state_bytes)
 
 
 _ONE_REQUEST_S = 0.5

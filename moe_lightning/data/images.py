@@ -408,7 +408,7 @@ class ImageData(StepDataModule):
         crop_scale: tuple[float, float] = (0.08, 1.0),
         flip: bool = True,
         center_crop: Annotated[float, Interval(gt=0, le=1)] = 0.875,
-        num_shapes: Annotated[int, Interval(ge=4)] = 4096,
+        num_shapes: Annotated[int, Interval(ge=4, le=1e7)] = 4096,
         seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed)

@@ -397,9 +397,3 @@ def least_gpt_parameters(config: GPTConfig) -> int:
     moe = c.num_experts + matrices * c.expert_size * (c.num_experts + c.num_shared_experts)
     dense = (c.num_layers - c.num_moe_layers) * matrices * c.hidden_size
     return width * (embeddings + c.num_layers * attention + c.num_moe_layers * moe + dense)
-
-
-def least_slot_parameters(config: GPTConfig, slots: int) -> int:
-    """Elements of the matrices in a rank's slots for experts, in all MoE layers."""
-    matrices = 3 if config.activation in GATED else 2
-    return config.num_moe_layers * slots * matrices * config.d_model * config.expert_size

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer
 from moe_lightning.callbacks.telemetry import ExpertModelSummary, Telemetry, WholeModelSummary
-from moe_lightning.cli import capacity, training
+from moe_lightning.cli import capacity
 from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig, expert_size, least_gpt_parameters, model_size, whole_parameters
@@ -232,49 +232,15 @@ def test_the_estimate_is_below_the_model_and_near_it(
 def test_sizes_that_no_machine_holds_are_known_at_once(size: str) -> None:
     config = GPTConfig(**{"num_heads": 1, size: 10**14})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"^model\.{size}=100000000000000 makes a model of .* parameters"):
-        capacity.check_model(
-            {f"model.{size}": getattr(config, size), "model.num_heads": 1},
-            least_gpt_parameters(config),
-            machine_memory(),
-        )
+        capacity.check_model(config, machine_memory())
 
 
-OFFLOADING = {"accelerator": "gpu", "offload_optimizer": True}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "settings", "state_bytes"),
-    [
-        ("adamw", {}, 16),
-        ("muon", {}, 12),
-        ("adafactor", {}, 8),
-        ("adamw", {"precision": "bf16-mixed"}, 16),
-        ("adamw", {"precision": "bf16-true"}, 8),
-        ("adamw", OFFLOADING, 8),
-        ("adamw", OFFLOADING | {"accelerator": "cpu"}, 16),
-        ("adamw", {"task": "validate"}, 4),
-        ("adamw", {"task": "validate", "precision": "16-true"}, 2),
-    ],
-)
-def test_only_what_a_task_keeps_of_a_parameter_counts(
-    optimizer: str, settings: dict[str, Any], state_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = {"devices": 1, "accelerator": settings.get("accelerator", "cpu")}
-    config = {
-        "task": settings.get("task", "train"),
-        "check_memory": False,
-        "trainer": {**trainer, "precision": settings.get("precision", "32-true")},
-        "strategy": {"offload_optimizer": settings.get("offload_optimizer", False)},
-        "data": {},
-        "elastic": {},
-    }
-    module = GPTModule(TINY, {"name": optimizer})
-    needed = state_bytes * least_gpt_parameters(module.config)
-    monkeypatch.setattr(training, "whole_memory", lambda *_: needed)
-    training.check_room(config, module)
-    monkeypatch.setattr(training, "whole_memory", lambda *_: needed - 1)
-    with pytest.raises(ConfigurationError, match=rf"model\.\w+=\d+ .* at {state_bytes} bytes each: .* lower it"):
-        training.check_room(config, module)
+def test_weights_may_fill_the_memory() -> None:
+    config = GPTModule(TINY).config
+    needed = 2 * least_gpt_parameters(config)
+    capacity.check_model(config, needed)
+    with pytest.raises(ConfigurationError, match=r"model\.\w+=\d+ .* at 2 bytes each: .* lower it"):
+        capacity.check_model(config, needed - 1)
 
 
 def test_as_many_processes_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +251,3 @@ def test_as_many_processes_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> N
         capacity.check_processes(17)
     with pytest.raises(ConfigurationError, match=r"data\.num_workers=4 for each of 4 ranks .* use at most 3"):
         capacity.check_processes(4, num_workers=4)
-
-
-def test_a_sample_as_large_as_the_memory() -> None:
-    capacity.check_sample("data.global_batch_size", 128, 128, 1024)
-    with pytest.raises(ConfigurationError, match=r"data\.global_batch_size=129 needs .* use less than 128"):
-        capacity.check_sample("data.global_batch_size", 129, 129, 1024)
