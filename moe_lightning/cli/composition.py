@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
@@ -569,7 +569,9 @@ def _sentence(error: Exception, overrides: Sequence[str], config_name: str) -> s
         listing = "moe-train --cfg job" if config_name == CONFIG_NAME else "moe-sim --cfg"
         return unknown_key(match[1].split("@")[0], known_keys(overrides, config_name=config_name), listing)
     if match := _AMBIGUOUS.search(message):
-        return _several_values(match[1], config_name)
+        key, _, values = match[1].partition("=")
+        runs = ", or add -m for a run of each" if config_name == CONFIG_NAME else ""
+        return f"{match[1]} gives several values: give one, or {key}=[{values}] where a list may stand{runs}"
     if match := _NOT_LOADED.search(message):
         return _no_choice(match[1], match[2], choices(match[1]))
     if message.startswith("Config group override must be"):
@@ -584,12 +586,9 @@ def _sentence(error: Exception, overrides: Sequence[str], config_name: str) -> s
 def _of_another_kind(error: InterpolationKeyError) -> str:
     """A part takes a value from another that has none such, as text from a model of images."""
     wanted = re.findall(r"'([^']+)'", str(error))[0]
-    group = wanted.split(".")[0]
-    if group not in _groups():
-        return f"{error.full_key} is taken from {wanted}, which is not there: give {error.full_key}=VALUE"
     return (
-        f"{error.full_key} is taken from {wanted}, which the chosen {group} does not have: choose model and data of "
-        f"one kind, as recipes=quickstart (text) and recipes=swinv2_moe (images) do, or give {error.full_key}=VALUE"
+        f"{error.full_key} is taken from {wanted}, which is not there: give {error.full_key}=VALUE, or model and data "
+        "of one kind, as in recipes=quickstart (text) and recipes=swinv2_moe (images)"
     )
 
 
@@ -680,27 +679,6 @@ def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
     beside = [name for name in beside if not name.startswith("_")]
     cure = f"{parent} has {', '.join(beside)}" if beside and not near else f"{listing} shows all keys"
     return f"there is no key '{key}'{near}: see {listing}" if near else f"there is no key '{key}': {cure}"
-
-
-def _several_values(override: str, config_name: str) -> str:
-    """The sentence for a value with commas, by the kind of value that the key has."""
-    key, _, value = override.partition("=")
-    present = OmegaConf.select(
-        OmegaConf.create(_composed((), None, config_name)), key, throw_on_resolution_failure=False
-    )
-    cures = []
-    if key in ("ranks", "trainer.devices"):
-        cures = ["give the number of ranks, ranks=2", "on GPUs a list of them, ranks=[0,1]"]
-    elif isinstance(present, list | ListConfig) or key in COLLECTIONS:
-        cures = [f"write {key}=[{value}] for a list"]
-    elif type(present) is int and re.fullmatch(r"\d{1,3}(,\d{3})+", value):
-        cures = [f"write {key}={value.replace(',', '')} without commas"]
-    elif type(present) is float and re.fullmatch(r"\d+,\d+", value):
-        cures = [f"write {key}={value.replace(',', '.')} with a point"]
-    elif present is None:
-        cures = [f"write {key}=[{value}] for a list"]
-    cures += ["add -m for a run of each"] if config_name == CONFIG_NAME else [] if cures else ["give one of them"]
-    return f"{override} gives several values: {', or '.join(cures)}"
 
 
 def known_keys(
