@@ -80,12 +80,13 @@ class Machine:
         return self.num_nodes * self.hardware.ranks_per_node
 
 
-def advise(options: Mapping[str, str], settings: Sequence[str], config_dir: str | None) -> None:
+def advise(settings: Sequence[str], *, cluster: str | None, out: str | None, config_dir: str | None) -> None:
     """Print the advice and write the recipe.
 
     Args:
-        options: values of `--cluster` and `--out`, where they are given.
         settings: overrides of the command line.
+        cluster: see `_cluster`; None: this machine.
+        out: file of the recipe; None: one in the folder of recipes.
         config_dir: the user's own folder of recipes.
 
     Raises:
@@ -95,10 +96,10 @@ def advise(options: Mapping[str, str], settings: Sequence[str], config_dir: str 
     config = _configuration(settings, config_dir)
     base = _base(settings)
     folder = Path(config_dir, "recipes") if config_dir else Path(_FOLDER)
-    machine = _cluster(options["--cluster"]) if "--cluster" in options else _this_machine(config)
+    machine = _this_machine(config) if cluster is None else _cluster(cluster)
     run, notes = _run_on(config, machine)
     advice, run = _advice(run, machine)
-    target = recipe_file(Path(options.get("--out") or folder / f"{base}_advised.yaml"), "--out ")
+    target = recipe_file(Path(out or folder / f"{base}_advised.yaml"), "--out ")
     if config_dir and (Path(config_dir) / "recipes" / f"{base}.yaml").is_file() and target.parent != folder:
         raise ConfigurationError(f"--out {target} must be in {folder}, beside the recipe {base} that it begins with")
     for line in _lines(advice, run, machine, base, notes):

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Interval
 
+from moe_lightning import user_errors
 from moe_lightning.arguments import Count, Parser, input_file, output_file, value
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from moe_lightning.user_errors import one_line, printable, sentence_of_memory
+from moe_lightning.user_errors import printable
 
 if TYPE_CHECKING:
     from moe_lightning.checkpoint.storage.interface import Place
@@ -44,22 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from moe_lightning.cli.checkpoint_commands import run
 
         return run(arguments, Console(highlight=False, markup=False, emoji=False))
-    except (ConfigurationError, MissingCheckpointError) as error:
-        print(f"moe-ckpt: error: {one_line(error)}", file=sys.stderr)
-        return 2
+    except MissingCheckpointError as error:
+        return user_errors.report("moe-ckpt", error)
     except CheckpointError as error:
-        print(f"moe-ckpt: error: {one_line(error)}", file=sys.stderr)
+        user_errors.report("moe-ckpt", error)
         return 1
-    except (MemoryError, RuntimeError) as error:
-        sentence = sentence_of_memory(error)
-        if sentence is None:
-            raise
-        print(f"moe-ckpt: error: {sentence}", file=sys.stderr)
-        return 2
     except OSError as error:
         path = error.filename or getattr(arguments, "path", "")
         print(f"moe-ckpt: error: {printable(str(path))}: {error.strerror}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return user_errors.report("moe-ckpt", error)
 
 
 def _parser() -> argparse.ArgumentParser:

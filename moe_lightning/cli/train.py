@@ -293,7 +293,6 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
             f"trainer.accelerator={accelerator}, but torch sees no GPU here: use trainer.accelerator=cpu"
         )
     trainer["accelerator"] = accelerator
-    _check_devices(trainer.get("devices", "auto"), gpus if accelerator != "cpu" else 0)
     if external:
         started, wanted = _ranks_from_environment(), trainer.get("devices", "auto")
         everywhere = started["devices"] * started["num_nodes"]
@@ -315,34 +314,12 @@ def with_ranks(config: Mapping[str, Any], *, external: bool) -> dict[str, Any]:
                 f"trainer.num_nodes={trainer['num_nodes']} needs a launcher on every node: "
                 "start moe-train with torchrun or srun"
             )
-        trainer["devices"] = _devices(trainer.get("devices", "auto"), accelerator, gpus)
+        trainer["devices"] = _devices(trainer.get("devices", "auto"), gpus if accelerator != "cpu" else 0)
     return {**config, "trainer": trainer}
 
 
-def _devices(wanted: Any, accelerator: str, gpus: int) -> int | list[int]:
-    on_gpus = accelerator in ("gpu", "cuda")
-    if wanted in ("auto", -1, "-1"):
-        return gpus if on_gpus else _CPU_RANKS
-    if isinstance(wanted, list):
-        return [int(index) for index in wanted]
-    if not on_gpus:
-        check_processes(wanted)
-        cores = usable_cores()
-        if wanted > _RANKS_OF_A_CORE * cores:
-            print(
-                f"moe-train: ranks={wanted} share {cores} cores, so a step takes {wanted / cores:.0f} times as long: "
-                f"more than {_RANKS_OF_A_CORE * cores} are for trying things out",
-                file=sys.stderr,
-            )
-    if on_gpus and wanted > gpus:
-        raise ConfigurationError(
-            f"ranks={wanted} is more than the {gpus} GPUs that torch sees: lower it, or use trainer.accelerator=cpu"
-        )
-    return int(wanted)
-
-
-def _check_devices(wanted: Any, gpus: int) -> None:
-    """Refuse what is no number of ranks, nor a list of GPUs.
+def _devices(wanted: Any, gpus: int) -> int | list[int]:
+    """Return the number of ranks, or the GPUs that are listed.
 
     Args:
         gpus: that ranks may use; 0 on the CPU.
@@ -350,6 +327,8 @@ def _check_devices(wanted: Any, gpus: int) -> None:
     Raises:
         ConfigurationError: the value, and what it may be.
     """
+    if wanted in ("auto", -1, "-1"):
+        return gpus or _CPU_RANKS
     if fits(wanted, list[int]):
         if not gpus:
             raise ConfigurationError(
@@ -358,9 +337,24 @@ def _check_devices(wanted: Any, gpus: int) -> None:
             )
         if not wanted or not all(0 <= index < gpus for index in wanted):
             raise ConfigurationError(f"ranks={wanted} must name some of the {gpus} GPUs here: use 0 to {gpus - 1}")
-    elif not fits(wanted, PositiveInt | Literal["auto", -1, "-1"]):
+        return list(wanted)
+    if not fits(wanted, PositiveInt):
         others = "auto, or a list of GPUs such as [0,1]" if gpus else "or auto"
         raise ConfigurationError(f"ranks={shown(wanted)} must be an integer of at least 1, {others}")
+    if gpus and wanted > gpus:
+        raise ConfigurationError(
+            f"ranks={wanted} is more than the {gpus} GPUs that torch sees: lower it, or use trainer.accelerator=cpu"
+        )
+    if not gpus:
+        check_processes(wanted)
+        cores = usable_cores()
+        if wanted > _RANKS_OF_A_CORE * cores:
+            print(
+                f"moe-train: ranks={wanted} share {cores} cores, so a step takes {wanted / cores:.0f} times as long: "
+                f"more than {_RANKS_OF_A_CORE * cores} are for trying things out",
+                file=sys.stderr,
+            )
+    return int(wanted)
 
 
 def _ranks_from_environment() -> dict[str, int]:
@@ -562,27 +556,23 @@ _ADVICE_OPTIONS = ("--cluster", "--out", "--config-dir")
 
 def _advise(arguments: Sequence[str]) -> None:
     """Run `moe-train --advise [RECIPE] [--cluster CLUSTER] [--out FILE] [--config-dir DIR] [key=value ...]`."""
-    words, given, settings = [word for word in arguments if word != "--advise"], dict[str, str](), list[str]()
-    while words:
-        word = words.pop(0)
-        option, has_value, value = word.partition("=")
-        if option in _ADVICE_OPTIONS:
-            if not has_value and (not words or words[0].startswith("-")):
-                raise ConfigurationError(f"{option} needs a value: give {option} VALUE")
-            given[option] = value if has_value else words.pop(0)
-        elif word.startswith("-"):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = _refuse  # type: ignore[method-assign]
+    for option in _ADVICE_OPTIONS:
+        parser.add_argument(option)
+    given, words = parser.parse_known_args([word for word in arguments if word != "--advise"])
+    for word in words:
+        if word.startswith("-"):
             raise refuse_option("moe-train --advise", word, [*_ADVICE_OPTIONS, "--help"])
-        else:
-            settings.append(f"recipes={word}" if re.fullmatch(r"[\w-]+", word) else word)
-    config_dir = given.pop("--config-dir", None)
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigurationError(f"--config-dir {config_dir} is not a folder: give the one that holds recipes/")
+    settings = [f"recipes={word}" if re.fullmatch(r"[\w-]+", word) else word for word in words]
+    config_dir = given.config_dir
+    _check_config_dir(config_dir)
     from moe_lightning.cli.advise import advise  # takes seconds to import
 
     folder = [] if config_dir is None else ["--config-dir", config_dir]
     read = [with_quotes(one) for one in _as_settings([*settings, *folder]) if one not in folder]
     with typed_targets_allowed(read):
-        advise(given, read, config_dir)
+        advise(read, cluster=given.cluster, out=given.out, config_dir=config_dir)
 
 
 def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
@@ -895,9 +885,13 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigurationError(f"{message} (moe-train --help shows the options)")
 
 
+def _check_config_dir(folder: str | None) -> None:
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigurationError(f"--config-dir {folder} is not a folder: give the one that holds recipes/")
+
+
 def _check_options(options: argparse.Namespace) -> None:
-    if options.config_dir is not None and not Path(options.config_dir).is_dir():
-        raise ConfigurationError(f"--config-dir {options.config_dir} is not a folder: give the one that holds recipes/")
+    _check_config_dir(options.config_dir)
     if "hydra.run.dir=" in options.overrides:
         raise ConfigurationError("hydra.run.dir is empty: give the folder of the run, or leave it out")
     if options.config_path is not None or options.config_name is not None:
