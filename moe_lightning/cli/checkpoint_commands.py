@@ -1,4 +1,4 @@
-"""Commands of `moe-ckpt`: each takes the parsed command line and a console, and returns the exit code."""
+"""Commands of `moe-ckpt`: each takes the parsed command line and returns the exit code."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import argparse
 import json
 import shlex
 from datetime import UTC, datetime
-
-from rich.console import Console
-from rich.text import Text
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint import inspect as checkpoints
@@ -25,17 +22,17 @@ from moe_lightning.text_table import table
 from moe_lightning.user_errors import printable
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command that was parsed; returns the exit code."""
     if isinstance(getattr(arguments, "path", None), str):
         arguments.path = checkpoints_of(place_of(arguments.path))
-    return _COMMANDS[arguments.command](arguments, console)
+    return _COMMANDS[arguments.command](arguments)
 
 
-def _inspect(arguments: argparse.Namespace, console: Console) -> int:
+def _inspect(arguments: argparse.Namespace) -> int:
     file = newest_file(arguments.path)
     if file is not None:
-        console.print(_facts_of_file(summarise_file(file)), soft_wrap=True)
+        print(_facts_of_file(summarise_file(file)))
         return 0
     checkpoint = checkpoints.resolve(arguments.path)
     manifest, versions_LE = checkpoint.manifest, checkpoint.expert_versions()
@@ -51,9 +48,9 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
         ("lost tokens (PLT)", "not recorded" if manifest.plt is None else f"{100 * manifest.plt:.4f} %"),
         *((f"  {scope}", _size(size)) for scope, size in checkpoints.scope_bytes(manifest).items()),
     )
-    console.print(facts, soft_wrap=True)
+    print(facts)
     if versions_LE.size:
-        console.print(_versions(versions_LE), soft_wrap=True)
+        print(_versions(versions_LE))
     return 0
 
 
@@ -72,19 +69,18 @@ def _carries_on(manifest: Manifest) -> str:
     return manifest.previous or "nothing: every expert is of this session's first checkpoint"
 
 
-def _print(console: Console, line: str) -> None:
+def _print(line: str) -> None:
     """Print a line, which may hold names of a checkpoint from elsewhere."""
-    console.print(printable(line), soft_wrap=True)
+    print(printable(line))
 
 
-def _facts(*rows: tuple[str, str]) -> Text:
-    """Lines of a name and a value, which no width of a terminal shortens."""
+def _facts(*rows: tuple[str, str]) -> str:
+    """Return lines of a name and a value."""
     width = max(len(name) for name, _ in rows)
-    lines = (Text.assemble((f"{name:<{width}}", "bold"), f"  {printable(value)}") for name, value in rows)
-    return Text("\n").join(lines)
+    return "\n".join(f"{name:<{width}}  {printable(value)}" for name, value in rows)
 
 
-def _facts_of_file(summary: FileSummary) -> Text:
+def _facts_of_file(summary: FileSummary) -> str:
     return _facts(
         ("checkpoint", summary.name),
         ("taken after step", str(summary.step)),
@@ -100,15 +96,15 @@ def _versions(versions_LE: IntArray) -> str:
     return table(headers, layers, title="version of each expert (step), by layer")
 
 
-def _verify(arguments: argparse.Namespace, console: Console) -> int:
+def _verify(arguments: argparse.Namespace) -> int:
     verdicts = checkpoints.verify_all(arguments.path)
     for verdict in verdicts:
         found = "pruned meanwhile" if verdict.is_pruned else verdict.problem or "whole"
-        _print(console, f"{verdict.name}: {found}")
+        _print(f"{verdict.name}: {found}")
     return 1 if any(verdict.problem for verdict in verdicts) else 0
 
 
-def _export(arguments: argparse.Namespace, console: Console) -> int:
+def _export(arguments: argparse.Namespace) -> int:
     file = newest_file(arguments.path)
     if file is not None:
         written, what = checkpoints.export_file(file, arguments.target), file.name
@@ -117,7 +113,7 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
         written, what = checkpoints.export(checkpoint, arguments.target), checkpoint.path.name
         if checkpoint.first_step < checkpoint.step:
             what += f", the model after step {checkpoint.first_step}"
-    _print(console, f"{arguments.target}: {_size(written)} of {what}{_tokenizer(arguments)}")
+    _print(f"{arguments.target}: {_size(written)} of {what}{_tokenizer(arguments)}")
     return 0
 
 
@@ -127,24 +123,24 @@ def _tokenizer(arguments: argparse.Namespace) -> str:
     return f", its tokenizer in {place}" if exists(storage_of(place), place) else ""
 
 
-def _export_hf(arguments: argparse.Namespace, console: Console) -> int:
+def _export_hf(arguments: argparse.Namespace) -> int:
     from moe_lightning.cli.huggingface import export_checkpoint
 
     alone = arguments.adapter
     written = export_checkpoint(arguments.path, arguments.target, dtype=arguments.dtype, adapter_alone=alone)
-    _print(console, f"{arguments.target}: {_size(written)} for {'peft' if alone else 'transformers'}")
+    _print(f"{arguments.target}: {_size(written)} for {'peft' if alone else 'transformers'}")
     return 0
 
 
-def _export_gguf(arguments: argparse.Namespace, console: Console) -> int:
+def _export_gguf(arguments: argparse.Namespace) -> int:
     from moe_lightning.cli.huggingface import export_gguf
 
     written = export_gguf(arguments.path, arguments.target, dtype=arguments.dtype)
-    _print(console, f"{arguments.target}: {_size(written)} for llama.cpp")
+    _print(f"{arguments.target}: {_size(written)} for llama.cpp")
     return 0
 
 
-def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
+def _export_loads(arguments: argparse.Namespace) -> int:
     if arguments.target.suffix != ".json":
         raise ConfigurationError(f"{arguments.target.name} must end with .json: SGLang goes by it")
     counts_LE = measured_counts(arguments.source)
@@ -153,14 +149,13 @@ def _export_loads(arguments: argparse.Namespace, console: Console) -> int:
     form = form_of(plan, experts, arguments.dense_layers)
     arguments.target.write_text(json.dumps(form))
     _print(
-        console,
         f"{arguments.target}: {layers} layers of {experts} experts on {arguments.ranks} ranks of {arguments.slots}, "
         f"busiest rank over mean {plan.imbalance_before:.2f} without replicas, {plan.imbalance_after:.2f} so",
     )
     return 0
 
 
-def _edit(arguments: argparse.Namespace, console: Console) -> int:
+def _edit(arguments: argparse.Namespace) -> int:
     loads_LE = None if arguments.loads is None else measured_counts(arguments.loads)
     words = {kind: getattr(arguments, kind) for kind in ("prune", "merge", "duplicate")}
     if arguments.prune_least and loads_LE is None:
@@ -188,11 +183,11 @@ def _edit(arguments: argparse.Namespace, console: Console) -> int:
             f"model.num_experts={report.experts[1]}",
         ),
     )
-    console.print(facts, soft_wrap=True)
+    print(facts)
     return 0
 
 
-def _prune(arguments: argparse.Namespace, console: Console) -> int:
+def _prune(arguments: argparse.Namespace) -> int:
     if arguments.keep < 1:
         raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: give at least 1")
     if newest_file(arguments.path) is not None:
@@ -203,11 +198,11 @@ def _prune(arguments: argparse.Namespace, console: Console) -> int:
             f"deleted: raise --keep, and see moe-ckpt verify {shlex.quote(str(arguments.path))}"
         )
     removed = prune_all_but(arguments.path, arguments.keep)
-    _print(console, f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete")
+    _print(f"deleted {len(removed)}: {', '.join(removed)}" if removed else "nothing to delete")
     return 0
 
 
-def _clean(arguments: argparse.Namespace, console: Console) -> int:
+def _clean(arguments: argparse.Namespace) -> int:
     missing = next((path for path in arguments.path if not path.is_dir()), None)
     if missing is not None:
         raise ConfigurationError(f"{missing} is not a directory: name one that holds checkpoints of a run")
@@ -221,14 +216,14 @@ def _clean(arguments: argparse.Namespace, console: Console) -> int:
                 f"its snapshot of step {orphan.unwritten} was never written, and is void once the run starts again: "
                 f"before that, write it by {command}"
             )
-        _print(console, f"{orphan.path}: {', '.join([*facts, *orphan.problems])}")
+        _print(f"{orphan.path}: {', '.join([*facts, *orphan.problems])}")
     if not found:
-        console.print("no snapshots of dead runs")
+        print("no snapshots of dead runs")
     elif not arguments.yes:
-        console.print(f"nothing is deleted without --yes: {_size(sum(o.nbytes for o in found))} in {len(found)} places")
+        print(f"nothing is deleted without --yes: {_size(sum(o.nbytes for o in found))} in {len(found)} places")
     else:
         deleted = [orphan for orphan in found if checkpoints.remove(orphan)]
-        console.print(f"deleted {len(deleted)}: {_size(sum(orphan.nbytes for orphan in deleted))}")
+        print(f"deleted {len(deleted)}: {_size(sum(orphan.nbytes for orphan in deleted))}")
     return 0
 
 

@@ -40,11 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be UTF-8
     try:
-        from rich.console import Console
-
         from moe_lightning.cli.checkpoint_commands import run
 
-        return run(arguments, Console(highlight=False, markup=False, emoji=False))
+        return run(arguments)
     except MissingCheckpointError as error:
         return user_errors.report("moe-ckpt", error)
     except CheckpointError as error:
