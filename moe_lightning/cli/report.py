@@ -349,20 +349,11 @@ def checkpoints(directory: Path, metrics: Metrics) -> list[str]:
 
 
 def configuration(config: Mapping[str, Any], file: Path) -> list[str]:
-    """The composed configuration, its plain values as a table and the whole as text."""
+    """The composed configuration."""
     if not config:
         text = f"There is no {file.name}: moe-train leaves it in the run directory."
         return [missing(text)]
-    areas = [(name, value) for name, value in config.items() if not isinstance(value, dict | list)]
-    module = config.get("module")
-    model = module.get("config") if isinstance(module, dict) else None
-    inside = model.items() if isinstance(model, dict) else ()
-    areas += [(f"model.{name}", value) for name, value in inside if not isinstance(value, dict | list)]
-    rows = [(name, "none" if value is None else value) for name, value in areas if name != "model._target_"]
-    whole = folded(
-        "The whole configuration", listing(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-    )
-    return [table(["key", "value"], rows, f"From {file.name}."), whole]
+    return [paragraph(f"From {file.name}."), listing(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))]
 
 
 def read_placements(path: Path) -> dict[int, list[tuple[int, NDArray[np.int64]]]]:
@@ -500,10 +491,10 @@ def _mapping(path: Path, read: Any) -> dict[str, Any]:
         return {}
     try:
         found = read(read_text(path))
+        if not isinstance(found, dict):
+            raise ValueError("no mapping")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"{path} cannot be read: move it away, and the report leaves it out") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} is not a mapping: move it away, and the report leaves it out")
     return found
 
 
