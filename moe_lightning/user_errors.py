@@ -124,15 +124,12 @@ _SHORT = 4  # letters, of names that are only compared within their section
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that was probably meant; None where none is near.
 
-    Names are dotted. The last part is compared with those of the same section, spelled alike; of another section only
-    the same last part counts, and only if one key ends in it and none of its own section is near.
+    Names are dotted. Last parts are compared with those of the same section, spelled alike; where none of exactly that
+    section is near, the only name that ends in the same last part is meant.
     """
     names = sorted(known)
     section, _, last = name.lower().rpartition(".")
     same = [candidate for candidate in names if candidate.lower().rpartition(".")[2] == last]
-    sections = {candidate.lower().rpartition(".")[0] for candidate in names}
-    is_of_another = len(same) == 1 and last not in _COMMON and section in {"", *sections, *_last_parts(sections)}
-
     def similarity(candidate: str) -> tuple[float, float]:
         folder, _, ending = candidate.lower().rpartition(".")
         beside = _ratio(section, folder)
@@ -140,13 +137,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return (_likeness(last, ending) if is_open or beside >= _SIMILAR else 0.0, beside)
 
     best = max(names, key=similarity, default=None)
-    if is_of_another and (best is None or similarity(best) < (_SIMILAR, 1.0) or not section):
+    is_beside = best is not None and section != "" and similarity(best) >= (_SIMILAR, 1.0)
+    if len(same) == 1 and last not in _COMMON and not is_beside:
         return same[0]
     return best if best is not None and similarity(best)[0] >= _SIMILAR else None
-
-
-def _last_parts(sections: Iterable[str]) -> set[str]:
-    return {section.rpartition(".")[2] for section in sections}
 
 
 def _likeness(word: str, other: str) -> float:
