@@ -14,9 +14,7 @@ from annotated_types import Interval
 
 from moe_lightning import user_errors
 from moe_lightning.arguments import Parser, add_options, read_options, value
-from moe_lightning.config import shown
 from moe_lightning.elastic.worker import Interrupted
-from moe_lightning.user_errors import suggestion
 
 _Threads = Annotated[int, Interval(ge=1, le=1024)]
 
@@ -35,11 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="moe-bench", description="Measure moe-lightning on this machine.")
     subparsers = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     available = COMMANDS | benchmarks()
-    if available == COMMANDS and arguments and arguments[0] not in available | {"help": ""} and arguments[0][:1] != "-":
-        parser.error(
-            f"{shown(arguments[0])} is not a command of the installed package{suggestion(arguments[0], available)}: "
-            f"choose one of {', '.join(available)}, or run a benchmark of the project in a source checkout"
-        )
     for name, summary in available.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         subparser.add_argument(

@@ -25,8 +25,7 @@ def test_the_installed_package_has_no_benchmarks(
     monkeypatch.setattr(bench, "benchmarks", dict)
     assert exit_code(main, [name, "--rounds", "1"]) == 2
     error = capsys.readouterr().err
-    assert f"'{name}' is not a command of the installed package" in error
-    assert "or run a benchmark of the project in a source checkout (moe-bench --help" in error
+    assert f"'{name}' is not a command: choose one of calibrate, gpu-check, plot, report" in error
     assert error.count("\n") == 1
 
 
