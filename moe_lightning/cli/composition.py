@@ -1,7 +1,7 @@
 """Composition and validation of configurations, with one-line errors.
 
 Every argument in a composed configuration is checked against the annotations of the constructor that it names before
-anything is built; `_LIMITS` has the ranges for constructors of other libraries, whose annotations give types only.
+anything is built.
 Hydra would answer a misspelled argument or a wrong type with a traceback from deep inside a constructor; here it is one
 sentence with the key as the user typed it, the nearest key or the possible choices.
 """
@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -50,33 +50,27 @@ from moe_lightning.user_errors import one_line, suggestion
 _Limit = Annotated[int, Interval(ge=-1)]  # -1: none
 _Share = NonNegativeInt | Fraction
 
-_LIMITS: dict[str, dict[str, Any]] = {
-    "lightning.pytorch.trainer.trainer.Trainer": {
-        "accumulate_grad_batches": PositiveInt,
-        "check_val_every_n_epoch": PositiveInt | None,
-        "gradient_clip_val": Coefficient | None,
-        "limit_predict_batches": _Share | None,
-        "limit_test_batches": _Share | None,
-        "limit_train_batches": _Share | None,
-        "limit_val_batches": _Share | None,
-        "log_every_n_steps": NonNegativeInt | None,
-        "max_epochs": _Limit | None,
-        "max_steps": _Limit,
-        "min_epochs": NonNegativeInt | None,
-        "min_steps": NonNegativeInt | None,
-        "num_nodes": PositiveInt,
-        "num_sanity_val_steps": _Limit | None,
-        "overfit_batches": _Share,
-        "reload_dataloaders_every_n_epochs": NonNegativeInt,
-        "val_check_interval": PositiveInt | Annotated[float, Interval(gt=0, le=1)] | str | None,
-    },
+_TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
+_TRAINER_LIMITS: dict[str, Any] = {
+    "accumulate_grad_batches": PositiveInt,
+    "check_val_every_n_epoch": PositiveInt | None,
+    "gradient_clip_val": Coefficient | None,
+    "limit_predict_batches": _Share | None,
+    "limit_test_batches": _Share | None,
+    "limit_train_batches": _Share | None,
+    "limit_val_batches": _Share | None,
+    "log_every_n_steps": NonNegativeInt | None,
+    "max_epochs": _Limit | None,
+    "max_steps": _Limit,
+    "min_epochs": NonNegativeInt | None,
+    "min_steps": NonNegativeInt | None,
+    "num_nodes": PositiveInt,
+    "num_sanity_val_steps": _Limit | None,
+    "overfit_batches": _Share,
+    "reload_dataloaders_every_n_epochs": NonNegativeInt,
+    "val_check_interval": PositiveInt | Annotated[float, Interval(gt=0, le=1)] | str | None,
 }
-
-
-def limits_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations of some arguments that stand in place of the function's own."""
-    return _LIMITS.get(f"{function.__module__}.{function.__qualname__}", {})
-
+"""Ranges of its arguments, whose own annotations give types only."""
 
 _REFUSALS = (ValueError, TypeError, LookupError, OSError, ModuleNotFoundError, ArithmeticError)
 _FILLED_LATER = {"vocab_size": "auto", "num_classes": "auto"}  # decided by the data
@@ -162,7 +156,8 @@ def _check_call(node: Mapping[str, Any], key: str) -> None:
     function = located(node[TARGET], key)
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    hints = hints_of(function) | limits_of(function)
+    is_trainer = f"{function.__module__}.{function.__qualname__}" == _TRAINER
+    hints = hints_of(function) | (_TRAINER_LIMITS if is_trainer else {})
     for name, value in _arguments(node):
         if name not in parameters and not open_ended:
             raise ConfigurationError(
@@ -267,15 +262,12 @@ def check_run_name(name: object) -> None:
         ConfigurationError: no text, an empty part, a part that leads elsewhere, or one that no file system takes.
     """
     for part in name.split("/") if isinstance(name, str) else [""]:
-        if part.strip() in ("", ".", "..") or part.startswith(("-", "~")):
+        leads_elsewhere = part.strip() in ("", ".", "..") or part.startswith(("-", "~"))
+        if leads_elsewhere or not part.isprintable() or len(part.encode()) > _LONGEST_UNKNOWN_NAME:
             raise ConfigurationError(
                 f"run_name={shown(name)} is not a valid name for a folder in outputs: use words such as "
-                "run_name=first_try, "
-                "or hydra.run.dir=FOLDER for another place"
-            )
-        if not part.isprintable() or len(part.encode()) > _LONGEST_UNKNOWN_NAME:
-            raise ConfigurationError(
-                f"run_name={shown(name)} cannot name a folder: use at most {_LONGEST_UNKNOWN_NAME} printable characters"
+                f"run_name=first_try, at most {_LONGEST_UNKNOWN_NAME} printable characters, or hydra.run.dir=FOLDER "
+                "for another place"
             )
 
 
@@ -643,18 +635,14 @@ def unreadable(override: str) -> str:
             f"the value in {shown(override)} cannot be read: write a list as [A,B], and text with "
             f"special characters in two pairs of quotes, '{key}=\"...\"'"
         )
-    if has_value:
-        return f"{shown(override)} names no key: write KEY=VALUE, such as trainer.max_steps=100"
-    groups = [group for group in _groups() if override in choices(group)]
-    if groups:
-        return f"{shown(override)} is not a setting (did you mean '{groups[0]}={override}'?): write KEY=VALUE"
     if override.endswith((".yaml", ".yml")):
         return (
             f"{shown(override)} is not a setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml"
         )
-    if Path(override).exists():
-        return f"{shown(override)} is not a setting: to train on this file or folder, give data.source={override}"
-    return f"{shown(override)} is not a setting: write KEY=VALUE, such as trainer.max_steps=100"
+    meant = [f"{group}={override}" for group in _groups() if override in choices(group)]
+    meant += [f"data.source={override}"] if Path(override).exists() else []
+    near = f" (did you mean '{meant[0]}'?)" if meant else ""
+    return f"{shown(override)} is not a setting{near}: write KEY=VALUE, such as trainer.max_steps=100"
 
 
 def unknown_key(key: str, known: Iterable[str], listing: str) -> str:

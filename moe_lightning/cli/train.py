@@ -408,22 +408,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(arguments: Sequence[str]) -> None:
     if "--version" in arguments:
-        _print_version(with_report="--report" in arguments)
+        from moe_lightning.cli.environment_report import environment_report
+
+        print(environment_report() if "--report" in arguments else f"moe-train {__version__}")
     elif "--advise" in arguments:
         _advise(arguments)
     elif "--health" in arguments:
         _print_health([word for word in arguments if word != "--health"])
     else:
         _run_hydra(arguments)
-
-
-def _print_version(*, with_report: bool) -> None:
-    if with_report:
-        from moe_lightning.cli.environment_report import environment_report
-
-        print(environment_report())
-    else:
-        print(f"moe-train {__version__}")
 
 
 def _print_health(words: Sequence[str]) -> None:

@@ -116,7 +116,7 @@ MISTAKES = [
     (["--cluster", "many"], "--cluster 'many' must be NODESxGPUSxNAME such as 4x8xH100, or the .json file"),
     (["--cluster", "4x8xH10"], "--cluster 4x8xH10: H10 is not known (did you mean 'h100'?): choose one of RTX3090"),
     (["--cluster", "0x8xH100"], "must be NODESxGPUSxNAME"),
-    (["--cluster"], "--cluster needs a value"),
+    (["--cluster"], "argument --cluster: expected one argument"),
     (["--cluster", "none.json"], "none.json cannot be read"),
     (["--clustr", "4x8xH100"], "--clustr"),
     (["--out", "mine.yaml"], "--out mine.yaml must be recipes/NAME.yaml"),
