@@ -196,15 +196,18 @@ def input_file(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written when the work is done, as argparse's `type`."""
+    """A file that can be written when the work is done, as argparse's `type`; it is opened for a moment."""
     path = Path(text)
-    if not text or _is(os.path.isdir, path):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is a folder: give the path of a file in it")
-    if not _is(os.path.isdir, path.parent):
+    is_new = not _is(os.path.lexists, path)
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK))
+        if is_new:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a file"
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is in a folder that does not exist: create {shown(str(path.parent))} first"
-        )
-    _check_writable(path if _is(os.path.exists, path) else path.parent, text)
+            f"{shown(text)} cannot be written ({reason}): give a file in a folder of yours that exists"
+        ) from None
     return path
 
 
@@ -212,11 +215,10 @@ def output_folder(text: str) -> Path:
     """A folder that is there or can be made, as argparse's `type`."""
     path = Path(text)
     there = next(place for place in (path, *path.parents) if _is(os.path.lexists, place) or place == Path(place.root))
-    if not text or not _is(os.path.isdir, there):
+    if not text or not _is(os.path.isdir, there) or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a folder, and none can be created there: give another path"
+            f"{shown(text)} is not a folder, and none can be created there: give a path in a folder of yours"
         )
-    _check_writable(there, text)
     return path
 
 
@@ -231,22 +233,3 @@ def _is(test: Callable[[Path], bool], path: Path) -> bool:
         return test(path)
     except (OSError, ValueError):
         return False
-
-
-_LONGEST_NAME = 255  # bytes, of a part of a path
-
-
-def _check_writable(place: Path, text: str) -> None:
-    try:
-        fits_a_name = len(os.fsencode(Path(text).name)) <= _LONGEST_NAME
-    except UnicodeEncodeError:
-        fits_a_name = False
-    if not fits_a_name:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a valid file name: give a shorter one")
-    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY or _in_kernel_file_system(place):
-        raise argparse.ArgumentTypeError(f"{shown(text)} cannot be written: give a path in a folder of yours")
-
-
-def _in_kernel_file_system(place: Path) -> bool:
-    """/proc and /sys let root try, and refuse every file."""
-    return place.resolve().parts[:2] in (("/", "proc"), ("/", "sys"))

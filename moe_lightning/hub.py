@@ -7,7 +7,6 @@ code.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Collection, Iterable
@@ -297,11 +296,10 @@ def _reason(name: HubName, key: str, error: Exception) -> str:
 
 def _package() -> Any:
     try:
-        package = importlib.import_module("huggingface_hub")
-        for module in ("constants", "errors"):
-            importlib.import_module(f"huggingface_hub.{module}")
+        import huggingface_hub.constants
+        import huggingface_hub.errors
     except ImportError as error:
         raise ConfigurationError(
             "models of the Hub need the package huggingface_hub: pip install 'moe-lightning[hf]'"
         ) from error
-    return package
+    return huggingface_hub

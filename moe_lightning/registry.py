@@ -13,7 +13,6 @@ or by the entry points of an installed package, in its pyproject.toml, which are
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -22,6 +21,7 @@ from typing_extensions import get_protocol_members
 
 from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.user_errors import suggestion
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -101,9 +101,8 @@ class Registry(Generic[T]):
         chosen = sorted((entry for entry in entries if entry.name == name), key=lambda entry: entry.value)
         if not chosen:
             names = [*self._members, *sorted({entry.name for entry in entries} - self._members.keys())]
-            close = difflib.get_close_matches(name, names, n=2, cutoff=0.7)
-            hint = f"did you mean {' or '.join(map(repr, close))}? Use one of" if close else "use one of"
-            raise ConfigurationError(f"{what} is not a known {self.kind}: {hint} {', '.join(names)}")
+            near = suggestion(name, names)
+            raise ConfigurationError(f"{what} is not a known {self.kind}{near}: use one of {', '.join(names)}")
         if len(chosen) > 1:
             values = " and ".join(entry.value for entry in chosen)
             raise ConfigurationError(f"{what} means {values}: uninstall all packages that bring it but one")

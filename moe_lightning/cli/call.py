@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from moe_lightning.cli.train import run_command
 from moe_lightning.errors import ConfigurationError
@@ -79,7 +80,7 @@ def _literal(value: Any, key: str) -> str:
         return repr(value)
     if isinstance(value, str | PathLike):
         text = fspath(value)
-        return text if _PLAIN.fullmatch(text) else "'" + re.sub(r"(\\*)('|$)", _escaped, text) + "'"
+        return text if _PLAIN.fullmatch(text) else QuotedString(text, Quote.single).with_quotes()
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{_literal(one, key)}" for name, one in value.items()) + "}"
     if isinstance(value, Sequence):
@@ -88,8 +89,3 @@ def _literal(value: Any, key: str) -> str:
         f"{key} is of type {type(value).__name__}, which no configuration holds: give numbers, texts, lists and "
         "dictionaries, or train objects of your own with Lightning's Trainer and ExpertParallelStrategy"
     )
-
-
-def _escaped(match: re.Match[str]) -> str:
-    """Double backslashes before a quote or the end, and put one before the quote, as the grammar wants it."""
-    return match[1] * 2 + ("\\'" if match[2] else "")

@@ -185,8 +185,11 @@ def test_help_version_and_configuration(capsys: pytest.CaptureFixture[str]) -> N
 
 MISTAKES = [
     (["policy.slots=1"], "16 experts do not fit 8 ranks of 1 slots: add nodes or raise policy.slots"),
-    (["picture=no/where.svg"], "picture='no/where.svg' is in a folder that does not exist: create 'no' first"),
-    (["picture=."], "picture='.' is a folder: give the path of a file in it"),
+    (
+        ["picture=no/where.svg"],
+        "picture='no/where.svg' cannot be written (No such file or directory): give a file in a folder",
+    ),
+    (["picture=."], "picture='.' cannot be written (Is a directory): give a file in a folder"),
     (["picture=/proc/out"], "picture='/proc/out' cannot be written"),
     (["compare=[mine]"], "compare='mine' is unknown"),
     (["failures.node_mtbf_hours=1e-9"], "failures.node_mtbf_hours=1e-09 makes about 4e+09 failures, more than"),

@@ -67,7 +67,7 @@ number = 3
         (
             "helo",
             None,
-            r"^greeter='helo' is not a known greeter: did you mean 'hello'\? Use one of hello, good_day, o",
+            r"^greeter='helo' is not a known greeter \(did you mean 'hello'\?\): use one of hello, good_day, o",
         ),
         ("xyz", None, "^greeter='xyz' is not a known greeter: use one of hello, good_day, other$"),
         (
