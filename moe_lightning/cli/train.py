@@ -204,9 +204,6 @@ def examined(composed: DictConfig) -> None:
     composed.callbacks = retained | {_CALLBACK: {**target, **given}}
 
 
-_LAST_PORT = 65535
-
-
 _NO_SETTINGS = {"module", "program", "num_ranks", "log_dir"}
 """Arguments of ElasticLauncher that moe-train gives: they say which program runs."""
 
@@ -221,6 +218,7 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
         ConfigurationError: a key or value that it cannot have, nothing that recovers, or ranks that end together.
     """
     from moe_lightning.elastic.launcher import ElasticLauncher  # imports torch
+    from moe_lightning.elastic.protocol import Address
 
     options = dict(config["elastic"])
     enabled, settings = options.pop("enabled", "auto"), options.pop("settings", {})
@@ -233,8 +231,11 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
     for kind, values, key in ((ElasticSettings, settings, "elastic.settings"), (ElasticLauncher, options, "elastic")):
         check_arguments({TARGET: f"{kind.__module__}.{kind.__qualname__}", **values}, key)
     waits = ElasticSettings(**settings)
-    if waits.membership != "etcd":
-        _check_address(options.get("rdzv_endpoint"))
+    if waits.membership != "etcd" and (address := options.get("rdzv_endpoint")) is not None:
+        try:
+            Address.parse(address)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"elastic.rdzv_endpoint={error}") from None
     recovers = bool(config["callbacks"].get("fault_recovery"))
     if not fits(enabled, bool | Literal["auto"]):
         raise ConfigurationError(f"elastic.enabled={shown(enabled)} must be true, false or auto")
@@ -248,16 +249,6 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
     if enabled is True and not recovers:
         raise ConfigurationError("elastic.enabled=true needs a callback that recovers: use callbacks=fault_recovery")
     return None if external or not (enabled and recovers) else {**options, "settings": waits}
-
-
-def _check_address(rdzv_endpoint: str | None) -> None:
-    if rdzv_endpoint is None:
-        return
-    host, _, port = rdzv_endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) <= _LAST_PORT:
-        raise ConfigurationError(
-            f"elastic.rdzv_endpoint={shown(rdzv_endpoint)} must be HOST:PORT with a port from 1 to {_LAST_PORT}"
-        )
 
 
 _CPU_RANKS = 2
