@@ -130,6 +130,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     names = sorted(known)
     section, _, last = name.lower().rpartition(".")
     same = [candidate for candidate in names if candidate.lower().rpartition(".")[2] == last]
+
     def similarity(candidate: str) -> tuple[float, float]:
         folder, _, ending = candidate.lower().rpartition(".")
         beside = _ratio(section, folder)

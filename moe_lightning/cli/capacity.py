@@ -59,15 +59,11 @@ def check_processes(ranks: int, num_workers: int = 0) -> None:
         ConfigurationError: too many, and how many there may be.
     """
     most = machine_memory() // RANK_BYTES
-    if ranks > most:
-        raise ConfigurationError(
-            f"ranks={ranks} is more than the {most} processes that fit into this machine's "
-            f"{machine_memory() / GIB:.0f} GiB of memory: lower it"
-        )
     if ranks * (1 + num_workers) > most:
+        workers = f", each with data.num_workers={num_workers}," if num_workers else ""
         raise ConfigurationError(
-            f"data.num_workers={num_workers} for each of {ranks} ranks is more than the {most} processes that fit into "
-            f"this machine's {machine_memory() / GIB:.0f} GiB of memory: use at most {most // ranks - 1}"
+            f"ranks={ranks}{workers} is more than the {most} processes that fit into this machine's "
+            f"{machine_memory() / GIB:.0f} GiB of memory: lower it"
         )
 
 
