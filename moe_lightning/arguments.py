@@ -11,7 +11,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
@@ -31,14 +31,10 @@ Count = Annotated[int, Interval(ge=1, le=1e6)]
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence instead of a screen of usage; so do its subcommands. `help` and `--version`
     stand for what they do elsewhere.
-
-    Args:
-        instead: of a positional argument, the option that may stand in its place.
     """
 
-    def __init__(self, *args: Any, instead: Mapping[str, str] | None = None, **keywords: Any) -> None:
+    def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **keywords})
-        self._instead = instead or {}
         if " " not in self.prog:  # no subcommand
             self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
 
@@ -46,8 +42,7 @@ class Parser(argparse.ArgumentParser):
         """End with exit code 2."""
         missing = re.fullmatch("the following arguments are required: (.+)", message)
         if missing:
-            other = self._instead.get(missing[1].split(", ")[-1])
-            message = f"{missing[1]} must be given" + (f", or {other} in its place" if other else "")
+            message = f"{missing[1]} must be given"
         self.exit(EXIT_MISTAKE, f"{self.prog}: error: {shortened(message)} ({self.prog} --help shows the options)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

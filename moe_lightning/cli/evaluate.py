@@ -48,7 +48,6 @@ def parser(*, has_file: bool = True) -> argparse.ArgumentParser:
     """Return the parser of a command line with a file, or with tasks."""
     parser = Parser(
         prog="moe-eval",
-        instead={"FILE": "--tasks NAMES"},
         usage="moe-eval RUN FILE [options]\n       moe-eval RUN --tasks NAME[,NAME] [options]",
         description="Measure a language model on text, JSONL or tasks of lm-eval.",
     )

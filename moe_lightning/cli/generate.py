@@ -88,7 +88,6 @@ def parser(*, has_prompt: bool = True) -> argparse.ArgumentParser:
     """Return the parser of a command line with a prompt, or for a dialogue."""
     parser = Parser(
         prog="moe-generate",
-        instead={"PROMPT": "--chat for a dialogue"},
         usage='moe-generate RUN "PROMPT" [options]\n       moe-generate RUN --chat [options]',
         description="Continue a text, or hold a dialogue, with a trained model.",
     )

@@ -192,6 +192,6 @@ def test_mistakes_are_one_sentence(
     assert [word for word in words if word not in captured.err] == [], captured.err
 
 
-def test_tasks_may_stand_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--json"]) == 2
-    assert "error: FILE must be given, or --tasks NAMES in its place (" in capsys.readouterr().err
+    assert "error: FILE must be given (moe-eval --help shows the options)" in capsys.readouterr().err
