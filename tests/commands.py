@@ -172,14 +172,12 @@ class RankStarter:
         """Do what subprocess.Popen does in Lightning's launcher: start the script again."""
         return self._fork(command[1], command[2:], env)
 
-    def start(
-        self, program: Sequence[str], environment: Mapping[str, str], logs: launcher.WorkerLogs, rank: int = 0
-    ) -> ForkedRank:
+    def start(self, program: Sequence[str], environment: Mapping[str, str], logs: launcher.WorkerLogs) -> ForkedRank:
         """Do what `launcher.start` does."""
         option, module, *arguments = program
         assert option == "-m"
-        variables = {**os.environ, **environment, **logs.begin(rank)}
-        return self._fork(module, arguments, variables, [logs.path(rank, "out"), logs.path(rank, "err")])
+        variables = {**os.environ, **environment, **logs.begin()}
+        return self._fork(module, arguments, variables, [logs.path("out"), logs.path("err")])
 
     def _fork(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Path] = ()

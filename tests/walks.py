@@ -337,7 +337,7 @@ def _start(
     environment: Mapping[str, str],
     logs: Any,
 ) -> ForkedWorker:
-    workers.append(ForkedWorker(len(workers), {**environment, **logs.begin(0)}, folder))
+    workers.append(ForkedWorker(len(workers), {**environment, **logs.begin()}, folder))
     return workers[-1]
 
 

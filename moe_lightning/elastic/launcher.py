@@ -82,44 +82,42 @@ class RanksFailed(Exception):
 
 
 class WorkerLogs:
-    """Log files of workers: one writes to the terminal, the others to NAME.out and NAME.err; all write failures to
-    NAME.failure.json. Readable by their owner only.
+    """Log files of one worker: its output in NAME.out and NAME.err, its failure in NAME.failure.json. Readable by their
+    owner only.
 
     Args:
         folder: for the files.
-        names: of each worker that is started together.
-        terminal: the worker that writes to the terminal; None for none of them.
+        name: of its files.
+        on_terminal: it writes its output to the terminal instead.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], *, terminal: int | None) -> None:
-        self._folder, self._names, self._terminal = folder, names, terminal
+    def __init__(self, folder: Path, name: str, *, on_terminal: bool = False) -> None:
+        self._folder, self._name, self._on_terminal = folder, name, on_terminal
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def begin(self, rank: int) -> dict[str, str]:
-        """Remove what a former worker has left, make the files of its output, and return its variables."""
-        for path in (self.path(rank, "out"), self.path(rank, "err")):
+    def begin(self) -> dict[str, str]:
+        """Remove what a former worker has left, make the files of the output, and return the worker's variables."""
+        for path in (self.path("out"), self.path("err")):
             path.unlink(missing_ok=True)
-            if rank != self._terminal:
+            if not self._on_terminal:
                 path.touch(mode=0o600)
-        self.path(rank, "failure.json").unlink(missing_ok=True)
-        return {FAILURE_FILE_VARIABLE: str(self.path(rank, "failure.json"))}
+        self.path("failure.json").unlink(missing_ok=True)
+        return {FAILURE_FILE_VARIABLE: str(self.path("failure.json"))}
 
-    def path(self, rank: int, kind: Literal["out", "err", "failure.json"]) -> Path:
-        """Return the path of a worker's file."""
-        return self._folder.absolute() / f"{self._names[rank]}.{kind}"
+    def path(self, kind: Literal["out", "err", "failure.json"]) -> Path:
+        """Return the path of a file."""
+        return self._folder.absolute() / f"{self._name}.{kind}"
 
-    def failure(self, rank: int, code: int, *, slot: int | None = None) -> RankFailure:
-        """Return the failure of a worker: its own report, else its exit code or signal and its last lines.
+    def failure(self, code: int, kind: Literal["rank", "worker"], number: int) -> RankFailure:
+        """Return the failure of the worker: its own report, else its exit code or signal and its last lines.
 
         Args:
-            rank: its index among those that were started together.
-            slot: its number where ranks change: it is named as a worker then.
+            code: its exit code.
+            kind, number: its name in messages; where ranks change, a process is a worker.
         """
-        if code > 0 and (reported := read_failure(self.path(rank, "failure.json"))) is not None:
+        if code > 0 and (reported := read_failure(self.path("failure.json"))) is not None:
             return reported
-        name, number = ("rank", rank) if slot is None else ("worker", slot)
-        tail = _last_lines(self.path(rank, "err"))
-        message, details = f"{name} {number} {how_it_ended(code)}", "\n".join(tail)
+        message, details = f"{kind} {number} {how_it_ended(code)}", "\n".join(_last_lines(self.path("err")))
         return RankFailure(rank=number, kind="death", message=message, details=details, time_s=0.0)
 
 
@@ -139,14 +137,13 @@ def how_it_ended(code: int) -> str:
     return f"{KILLED} {name}"
 
 
-def start(program: Sequence[str], environment: Mapping[str, str], logs: WorkerLogs, rank: int = 0) -> Process:
+def start(program: Sequence[str], environment: Mapping[str, str], logs: WorkerLogs) -> Process:
     """Start a Python program as a session of its own.
 
     Args:
         environment: added to that of this process.
-        rank: its index in `logs`.
     """
-    environment = {**os.environ, **environment, **logs.begin(rank)}
+    environment = {**os.environ, **environment, **logs.begin()}
     with ExitStack() as files:
         terminal = list[int]()
         with suppress(OSError):  # closed
@@ -154,7 +151,7 @@ def start(program: Sequence[str], environment: Mapping[str, str], logs: WorkerLo
                 terminal.append(os.dup(number))
                 files.callback(os.close, terminal[-1])
         environment[TERMINAL_VARIABLE] = " ".join(map(str, terminal))
-        paths = [logs.path(rank, "out"), logs.path(rank, "err")]
+        paths = [logs.path("out"), logs.path("err")]
         out, err = [files.enter_context(path.open("wb")) if path.exists() else None for path in paths]
         command = (sys.executable, *program)
         return Process(command, env=environment, stdout=out, stderr=err, pass_fds=terminal, start_new_session=True)
@@ -310,7 +307,7 @@ class LocalLauncher:
             self._run(arguments, folder.path)
 
     def _run(self, arguments: Sequence[str], folder: Path) -> None:
-        logs = WorkerLogs(self.log_dir, [f"rank{rank}" for rank in range(self.num_ranks)], terminal=0)
+        logs = [WorkerLogs(self.log_dir, f"rank{rank}", on_terminal=rank == 0) for rank in range(self.num_ranks)]
         workers: dict[int, Process] = {}
         with restored_signal_handlers():
             try:
@@ -318,7 +315,7 @@ class LocalLauncher:
                     environment = rank_environment(rank, local=self.num_ranks, world=self.num_ranks)
                     environment[STORE_VARIABLE] = str(folder)
                     with deferred_signals():
-                        workers[rank] = start(("-m", self.module, *arguments), environment, logs, rank)
+                        workers[rank] = start(("-m", self.module, *arguments), environment, logs[rank])
                 self._watch(workers, logs)
             except SignalException as stop:
                 end_on_signal(workers.values(), stop.sigval, self.grace_s)
@@ -327,7 +324,7 @@ class LocalLauncher:
                 ignore_signals()
                 end(workers.values(), 0.0)
 
-    def _watch(self, workers: Mapping[int, Process], logs: WorkerLogs) -> None:
+    def _watch(self, workers: Mapping[int, Process], logs: Sequence[WorkerLogs]) -> None:
         """Wait for the ranks; at the first failure end the others and raise what came first."""
         while True:
             codes = {rank: process.poll() for rank, process in workers.items()}
@@ -350,10 +347,10 @@ class LocalLauncher:
         return codes
 
 
-def _first_failure(codes: Mapping[int, int], logs: WorkerLogs) -> RankFailure:
+def _first_failure(codes: Mapping[int, int], logs: Sequence[WorkerLogs]) -> RankFailure:
     """Return the first cause: a death by signal, else a user error, else the earliest exception."""
     order = {"death": 0, "mistake": 1, "crash": 2, "peer": 3}
-    failures = [logs.failure(rank, code) for rank, code in codes.items() if code]
+    failures = [logs[rank].failure(code, "rank", rank) for rank, code in codes.items() if code]
     return min(failures, key=lambda failure: (order[failure.kind], failure.time_s))
 
 
@@ -771,7 +768,7 @@ class _Workers:
         folder = launcher.log_dir
         if launcher.rdzv_endpoint is not None:  # several machines may share it
             folder = folder / self._task.node.replace(os.sep, "_")
-        logs = WorkerLogs(folder, [name], terminal=0 if slot == 0 and starts == 1 else None)
+        logs = WorkerLogs(folder, name, on_terminal=slot == 0 and starts == 1)
         task = replace(
             self._task,
             node=f"{self._task.node}-{slot}" if launcher.splits_node else self._task.node,
@@ -796,7 +793,7 @@ class _Workers:
         if code in (0, EXIT_PREEMPTED, EXIT_STOPPED):
             self._ends[code] = self._ends.get(code, False) or not is_outside
             return
-        failure = worker.logs.failure(0, code, slot=slot)
+        failure = worker.logs.failure(code, "worker", slot)
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
         why = f" ({failure.message})" if failure.kind in ("mistake", "crash") or is_reported else ""
         self._connection.report_death(worker.token, how_it_ended(code) + why)

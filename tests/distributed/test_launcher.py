@@ -97,13 +97,13 @@ def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
 
 
 def test_a_log_is_read_from_its_end(tmp_path: Path) -> None:
-    logs = WorkerLogs(tmp_path, ["rank0"], terminal=None)
-    with logs.path(0, "err").open("wb") as file:
+    logs = WorkerLogs(tmp_path, "rank0")
+    with logs.path("err").open("wb") as file:
         file.truncate(256 << 20)
         file.seek(0, os.SEEK_END)
         file.write(b"\nlast words\n")
     tracemalloc.start()
-    failure = logs.failure(0, -40)
+    failure = logs.failure(-40, "rank", 0)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert failure.message == "rank 0 was killed by signal 40"
@@ -198,7 +198,7 @@ def test_a_new_rank_0_writes_to_a_launchers_socket(tmp_path: Path) -> None:
         "ours, theirs = socket.socketpair()\n"
         "shown = os.dup(1)\n"
         "os.dup2(theirs.fileno(), 1), os.dup2(theirs.fileno(), 2)\n"
-        f"logs = WorkerLogs(pathlib.Path({str(tmp_path)!r}), ['rank1'], terminal=None)\n"
+        f"logs = WorkerLogs(pathlib.Path({str(tmp_path)!r}), 'rank1')\n"
         f"start(('-c', {worker!r}), {{}}, logs).wait()\n"
         "os.write(shown, ours.recv(100, socket.MSG_DONTWAIT))\n"
     )

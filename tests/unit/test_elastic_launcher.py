@@ -90,9 +90,9 @@ class Machine:
         ElasticLauncher(**{**defaults, **options}).run([])
 
     def _start(
-        self, program: Sequence[str], environment: Mapping[str, str], logs: WorkerLogs, rank: int = 0
+        self, program: Sequence[str], environment: Mapping[str, str], logs: WorkerLogs
     ) -> subprocess.Popen[bytes]:
-        logs.begin(rank)
+        logs.begin()
         task = ElasticTask.from_environment(environment)
         script = self.script(task.slot, task.starts)
         self.started.append(logs)
@@ -355,7 +355,7 @@ def test_machines_that_share_a_folder_have_logs_of_their_own(machine: Machine) -
         machine.run(node=node, check_health=False, **several)
     machine.run(node="c")
     logs = machine.folder / "logs"
-    paths = [str(each.path(0, "err").relative_to(logs)) for each in machine.started]
+    paths = [str(each.path("err").relative_to(logs)) for each in machine.started]
     assert [path for path in paths if "rank1" in path] == ["a/rank1.err", "b/rank1.err", "rank1.err"]
     assert all((logs / node / "rank1.err").exists() for node in ("a", "b", "."))
 
