@@ -178,14 +178,12 @@ class _Link:
 
     Attributes:
         socket: as given.
-        is_introduced: the rendezvous host is authenticated and knows this client, so messages can be sent.
     """
 
     def __init__(self, opened: socket.socket, secret: bytes, now: float) -> None:
         self.socket, self._channel = opened, Channel(secret, is_server=False)
         self._began_at = self._last_received = now
         self._is_connecting = True
-        self.is_introduced = False
 
     def connect(self, target: Any) -> None:
         """Begin to connect.
@@ -232,16 +230,6 @@ class _Link:
         messages = self._channel.receive(data)
         self._last_received = now
         return messages
-
-    def introduce(self, message: Message) -> None:
-        """Queue the first message."""
-        self._channel.send(message)
-        self.is_introduced = True
-
-    def end_introduction(self) -> bool:
-        """Send no message until the next introduction; return True if messages could be sent before."""
-        was_introduced, self.is_introduced = self.is_introduced, False
-        return was_introduced
 
     def send(self, messages: Sequence[Message]) -> None:
         """Queue messages, together."""
@@ -367,6 +355,7 @@ class ClientConnection:
         self._introduce, self._handle = introduce, handle
         self._lock = threading.Lock()
         self._link: _Link | None = None
+        self._is_introduced = False
         self._backoff = Backoff()
         self._selector = WakingSelector()
         self.is_refused = False
@@ -386,9 +375,8 @@ class ClientConnection:
 
     @property
     def is_connected(self) -> bool:
-        """True if the rendezvous host is authenticated, and messages can be sent."""
-        link = self._link
-        return link is not None and link.is_introduced
+        """True if the rendezvous host is authenticated and knows this client, so messages can be sent."""
+        return self._is_introduced
 
     def watch(self, other: socket.socket, ready: Callable[[], None]) -> None:
         """Call a function whenever another socket has something to read."""
@@ -412,7 +400,7 @@ class ClientConnection:
     def send(self, *messages: Message) -> bool:
         """Queue messages, together; return False if there is no connection, and drop them."""
         with self._lock:
-            if self._link is None or not self._link.is_introduced:
+            if self._link is None or not self._is_introduced:
                 return False
             self._link.send(messages)
             self._flush(self._link)
@@ -512,15 +500,15 @@ class ClientConnection:
 
     def _note_loss(self, now: float) -> None:
         with self._lock:
-            was_connected = self._link is not None and self._link.end_introduction()
+            was_connected, self._is_introduced = self._is_introduced, False
         if was_connected:
             self.losses, self.lost_at = self.losses + 1, now
 
     def _open(self, introduction: Message) -> None:
         with self._lock:
             assert self._link is not None
-            self._link.introduce(introduction)
-            self.is_refused, self.error = False, ""
+            self._link.send([introduction])
+            self._is_introduced, self.is_refused, self.error = True, False, ""
 
     def _flush(self, link: _Link) -> None:
         """Send what the system accepts; the selector sends the rest."""
@@ -539,7 +527,7 @@ class ClientConnection:
 
     def _drop(self) -> None:
         with self._lock:
-            link, self._link = self._link, None
+            link, self._link, self._is_introduced = self._link, None, False
         if link is not None:
             with suppress(KeyError):
                 self._selector.unregister(link.socket)

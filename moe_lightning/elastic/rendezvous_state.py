@@ -547,19 +547,16 @@ class UnknownWorlds:
             del self._numbers[connection]
         return found
 
-    def silent(self, now: float) -> int | None:
-        """Return the client that was asked and does not answer, and drop it; None without one."""
-        asked = self._asked
-        if asked is None or asked not in self._numbers or now - self._asked_at <= _ANSWER_S:
-            return None
-        del self._numbers[asked]
-        return asked
-
     def ask(self, now: float) -> int | None:
-        """Return the client to be asked now; None if one is, or none waits."""
-        if not self._numbers or self._asked in self._numbers:
-            return None
-        self._asked, self._asked_at = max(self._numbers, key=self._numbers.__getitem__), now
+        """Return the client to be asked now; None if one may still answer, or none waits.
+
+        One that is silent is dropped: it introduces itself when it answers after all.
+        """
+        if self._asked in self._numbers:
+            if now - self._asked_at <= _ANSWER_S:
+                return None
+            del self._numbers[self._asked]
+        self._asked, self._asked_at = max(self._numbers, key=self._numbers.__getitem__, default=None), now
         return self._asked
 
 
@@ -620,7 +617,9 @@ class RendezvousState:
                 self._record_end(message.get("finished", 0), message.get("world", 0))
                 self._expected = max(self._expected, expected)
                 self.clients.launchers.add(connection, token)
-                self._compare_name(connection, message.get("machine", []))
+                match message.get("machine"):
+                    case [str(node), str(boot)]:
+                        self._compare_name(connection, node, boot)
                 self._send_workers_of(connection, token)
             case {"t": "health", "time_s": float(time_s)} if connection in self.clients.launchers.names:
                 self._judge_node(connection, message, time_s - self._wall_clock_s())
@@ -770,17 +769,10 @@ class RendezvousState:
             if node.refused:
                 del self._nodes[launcher]
 
-    def _compare_name(self, connection: int, machine: object) -> None:
+    def _compare_name(self, connection: int, node: str, boot: str) -> None:
         """Refuse a launcher whose node has the name of another machine's, while nobody trains: ranks of one node count
         as lost together and share files and memory. Later a machine may come anew before its old connection ends.
         """
-        match machine:
-            case []:
-                return
-            case [str(node), str(boot)] if is_text(node) and is_text(boot):
-                pass
-            case _:
-                raise WireError("a malformed machine")
         others = self.clients.machines.values()
         if self.world is None and any(name == node and boot != other for name, other in others):
             why = f"two machines are called {node}: give each a name of its own with elastic.node (--node)"
@@ -808,8 +800,6 @@ class RendezvousState:
         """Let one of those that know a newer world introduce itself with its members, then the others without."""
         for connection in self._unknown.known(self._is_known):
             self.clients.send(connection, t="introduce", full=False)
-        if (silent := self._unknown.silent(now)) is not None:
-            self.clients.dropped.append(silent)
         if (asked := self._unknown.ask(now)) is not None:
             self.clients.send(asked, t="introduce", full=True)
 
