@@ -4,9 +4,9 @@ Routing is local in time: consecutive steps route alike, except at the start of 
 `LoadForecast` and `ReplanRule` are deterministic state machines of integers and of numbers that all ranks share, so all
 ranks agree without communication.
 
-A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and sends it to the others as a
-few bits, with its standard error (`Reading`). All ranks receive the same integers and change a speed (`AgreedSpeeds`)
-only where a reading differs by more than its noise explains, so that plans follow machines and not jitter.
+A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and sends it to the others with
+its standard error (`Reading`). All ranks receive the same integers and change a speed (`AgreedSpeeds`) only where a
+reading differs by more than its noise explains, so that plans follow machines and not jitter.
 
 Shapes: N ranks.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -106,12 +106,8 @@ _ASSUMED_NOISE, _ASSUMED_STEPS = 0.2, 6
 _LEAST_STEPS = 3
 """Measurements before a mean is reported."""
 
-_MANTISSA, _EXPONENT, _ERROR = 14, 6, 11
-_BITS = _MANTISSA + _EXPONENT + _ERROR
-"""Of a reading: two of them make a number of 62 bits."""
-
-_LONGEST = ((1 << _MANTISSA) - 1) << ((1 << _EXPONENT) - 1)
-"""Femtoseconds that fit into a reading, 4.8 years."""
+_LONGEST = 10**23
+"""Femtoseconds of the slowest rate, 3 years."""
 
 _CERTAIN, _LEAST_CHANGE = 4, 30
 """Standard errors that a change of speed must exceed, and thousandths."""
@@ -158,8 +154,7 @@ class RateMeter:
         return Reading(femtoseconds=max(1, round(min(self._mean * 1e15, _LONGEST))), error=math.ceil(1000 * error))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """Measured rate of a rank, with its error.
 
     Attributes:
@@ -169,32 +164,6 @@ class Reading:
 
     femtoseconds: int = 0
     error: int = 0
-
-    @property
-    def bits(self) -> int:
-        """Encode as a number of 31 bits, exact to a hundredth of a percent."""
-        femtoseconds = min(self.femtoseconds, _LONGEST)
-        exponent = max(0, femtoseconds.bit_length() - _MANTISSA)
-        mantissa = femtoseconds >> exponent
-        return ((exponent << _MANTISSA) + mantissa << _ERROR) + min(self.error, (1 << _ERROR) - 1)
-
-    @classmethod
-    def of(cls, bits: int) -> Reading:
-        """From `bits`."""
-        rate, error = divmod(bits, 1 << _ERROR)
-        exponent, mantissa = divmod(rate, 1 << _MANTISSA)
-        return cls(femtoseconds=mantissa << exponent, error=error)
-
-
-def encode_readings(experts: Reading, samples: Reading) -> int:
-    """Two readings as one number of 62 bits."""
-    return (experts.bits << _BITS) + samples.bits
-
-
-def decode_readings(numbers: Sequence[int]) -> tuple[list[Reading], list[Reading]]:
-    """The readings of all ranks, of experts and of samples, from their encoded readings."""
-    pairs = [divmod(number, 1 << _BITS) for number in numbers]
-    return [Reading.of(experts) for experts, _ in pairs], [Reading.of(samples) for _, samples in pairs]
 
 
 class AgreedSpeeds:

@@ -482,11 +482,10 @@ class LoadBalancer(ExpertParallelCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.planner is None or self.follower is None:
+        if self.planner is None:
             return
         if self._counts.begin_batch(batch_idx, is_last=not private_lightning.is_accumulating(trainer)):
             self._begin_step(_strategy(trainer), self.planner)
-            self.follower.begin_step()
 
     def _begin_step(self, strategy: ExpertParallelStrategy, planner: BalancePlanner) -> None:
         replay = strategy.state.window_replay

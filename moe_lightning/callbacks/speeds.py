@@ -1,9 +1,8 @@
 """Shares of tokens and samples that follow the measured speed of the ranks.
 
-Every rank sends its own measurements with the counts of the first MoE layer. After the step all ranks decide alike, in
-integers, from what all of them received. In a pipeline the ranks of a stage share its rows, and slices of the batch,
-which pass through all stages, follow the slowest. A step has the same samples whatever the slices, and so the same
-loss.
+Every few steps all ranks send each other their measurements, and decide alike, in integers, from what all of them
+received. In a pipeline the ranks of a stage share its rows, and slices of the batch, which pass through all stages,
+follow the slowest. A step has the same samples whatever the slices, and so the same loss.
 
 `slow_ranks` compares whole steps, for people. Shares need the time of one row and of one sample, known to all ranks at
 the same step: the whole step of a rank that has got fewer is no longer slow.
@@ -19,7 +18,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, decode_readings, encode_readings
+from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.config import validated
@@ -27,6 +26,7 @@ from moe_lightning.data.sampler import StepCut
 from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
+from moe_lightning.parallel.context import any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.step_data import first_sampler
 
@@ -160,12 +160,6 @@ class SpeedFollower:
 
     # ------------------------------------------------------------------ a step
 
-    def begin_step(self) -> None:
-        """Experts have moved, if they had to: what is known is sent with the step's counts."""
-        if self._clock is not None:
-            dispatcher = self._strategy.experts.layers[0].dispatcher
-            dispatcher.local_number = encode_readings(self._rates.row_s.reading, self._rates.sample_s.reading)
-
     def turn(self) -> None:
         """The backward pass begins."""
         if self._clock is not None:
@@ -185,25 +179,25 @@ class SpeedFollower:
             self._rates.row_s.add(row_s)
             self._rates.sample_s.add(sample_s)
         self._steps += 1
-        has_changed = False
-        if (self._steps - 1) % self._policy.speeds_every == 0:
-            experts, samples = decode_readings(self._strategy.experts.layers[0].dispatcher.gathered_numbers)
-            has_changed = self.experts.update(experts)
-            has_changed, samples = self._over_stages(has_changed, samples)
-            if has_changed:
-                self._strategy.experts.set_speeds(self.experts.speeds)
-            if self.samples.update(samples):
-                self._share_samples()
+        has_changed = (self._steps - 1) % self._policy.speeds_every == 0 and self._agree()
         self._look_after_stragglers()
         return has_changed
 
-    def _over_stages(self, has_changed: bool, samples: Sequence[Reading]) -> tuple[bool, list[Reading]]:
-        """Combine the stages: True if any has other speeds, so that all plan placements after the same step, and of
-        each slice the slowest reading, since its samples pass through all. Collective.
+    def _agree(self) -> bool:
+        """Follow what all ranks have measured, and return True if the speeds of experts change in any stage: all plan
+        placements after the same step. Collective.
         """
-        gathered = all_gather_json([has_changed, [reading.bits for reading in samples]], self._stages.pipe)
-        slowest = zip(*([Reading.of(bits) for bits in readings] for _, readings in gathered), strict=True)
-        return any(changed for changed, _ in gathered), [max(of, key=lambda one: one.femtoseconds) for of in slowest]
+        own = [self._rates.row_s.reading, self._rates.sample_s.reading]
+        gathered = all_gather_json(own, self._strategy.world)
+        experts, samples = zip(*([Reading(*reading) for reading in pair] for pair in gathered), strict=True)
+        is_changed = self.experts.update([experts[rank] for rank in self._stages.own_ranks])
+        has_changed = any_says([is_changed], self._stages.pipe)[0]
+        if has_changed:
+            self._strategy.experts.set_speeds(self.experts.speeds)
+        slices = zip(*self._stages.ranks, strict=True)  # samples of a slice pass through a rank of each stage
+        if self.samples.update([max(samples[rank] for rank in ranks) for ranks in slices]):
+            self._share_samples()
+        return has_changed
 
     def _share_samples(self) -> None:
         """Cut batches by the agreed speeds, where that pays."""

@@ -131,9 +131,7 @@ class Dispatcher:
     Attributes:
         last_rank_loads: int64 [N], rows that each rank computed in the last planned micro-batch; None for a world of
             one rank, and where the host does not know.
-        local_number: a 63-bit number of this rank that is sent with its counts.
         plans_on_device: True if the host reads no counts.
-        gathered_numbers: `local_number` of all ranks, from the last counts; empty before any.
 
     Raises:
         ConfigurationError: the placement does not fit the world, a group lacks an expert, or what a
@@ -163,8 +161,6 @@ class Dispatcher:
         self.slot_experts = held if slot_experts is None else tuple(slot_experts)
         assert sorted(expert for expert in self.slot_experts if expert >= 0) == list(held)
         self._layer = layer
-        self._local_number = 0
-        self.gathered_numbers: list[int] = []
         self._backend: DispatchBackend = DISPATCH_BACKENDS.make(backend, world)
         self.plans_on_device = plan_on == "device"
         placed = (placement.replicas, repr(self.groups), quota, backend, *([plan_on] if self.plans_on_device else []))
@@ -234,16 +230,6 @@ class Dispatcher:
         self._refuse_on_device(speeds is not None, "shares tokens out among equally fast ranks: give no speeds")
         self._quotas.set_rules(self.shadows, speeds)
 
-    @property
-    def local_number(self) -> int:
-        """A 63-bit number of this rank's that travels with its counts."""
-        return self._local_number
-
-    @local_number.setter
-    def local_number(self, number: int) -> None:
-        self._refuse_on_device(number != 0, "does not give the host the speeds of other ranks: use speeds=even")
-        self._local_number = number
-
     def _refuse_on_device(self, is_wanted: bool, lack: str) -> None:
         if is_wanted and self.plans_on_device and self.world.size > 1:
             raise ConfigurationError(f"plan='device' {lack}, or use plan='host'")
@@ -252,7 +238,7 @@ class Dispatcher:
         """All ranks' assignments per expert, int64 [N, E], on the host; the layer's one synchronisation of host and
         device with several ranks. On the device, and no synchronisation, where plans are made there.
 
-        A hash of this rank's placement, shadows, speeds and latest quota is sent along, and `local_number`.
+        A hash of this rank's placement, shadows, speeds and latest quota is sent along.
 
         Raises:
             ConfigurationError: on every rank, some plan otherwise than others.
@@ -261,13 +247,12 @@ class Dispatcher:
             return counts_E.unsqueeze(0)
         if self._planner is not None:
             return self._planner.gather_counts(counts_E)
-        own = torch.tensor([self._placement_print ^ self._quotas.fingerprint, self.local_number])
-        gathered_NE2 = all_gather_counts(torch.cat([counts_E, ops.upload(own, counts_E.device)]), self.world)
-        prints = gathered_NE2[:, -2].tolist()
+        own = torch.tensor([self._placement_print ^ self._quotas.fingerprint])
+        gathered_NE1 = all_gather_counts(torch.cat([counts_E, ops.upload(own, counts_E.device)]), self.world)
+        prints = gathered_NE1[:, -1].tolist()
         if prints.count(prints[0]) < len(prints):
             require_agreement(prints, f"the plan (placement, shadows, quotas) of MoE layer {self._layer}")
-        self.gathered_numbers = gathered_NE2[:, -1].tolist()
-        return gathered_NE2[:, :-2]
+        return gathered_NE1[:, :-1]
 
     def plan(self, counts_NE: Tensor, *, is_training: bool = True) -> DispatchPlan:
         """Return the plan of one micro-batch, in a world of several ranks; arguments as of `dispatch`."""

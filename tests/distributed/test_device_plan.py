@@ -104,7 +104,6 @@ def refusals(rank: int, world_size: int) -> list[str]:
         lambda: Dispatcher(place, elastic, whole, **on_device),
         lambda: dispatcher.set_speeds(np.array([1, 2])),
         lambda: dispatcher.set_shadows(ShadowPlan(shadows=shadows, homes=np.array([0, 0, 1, 1]))),
-        lambda: setattr(dispatcher, "local_number", 5),
         lambda: dispatcher.dispatch(x_TD, ids_TK, dispatcher.gather_counts(counts_E), lambda: None),
         more,
         other_placement,
@@ -124,7 +123,7 @@ def test_what_it_does_not_do_is_a_sentence() -> None:
     parts = (
         "does not support dispatch groups", "'padded' does not", "elastic runs", "equally fast ranks", "does not "
         "support shadows",
-        "the speeds of other ranks: use speeds=even", "does not provide the counts",
+        "does not provide the counts",
         "room for the 2 tokens that a rank had at first, but this",
         "the placement of MoE layer 0 of ranks [1] differs", "with capacity_factor: use plan='host'", "with bias",
     )  # fmt: skip

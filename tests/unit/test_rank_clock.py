@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading, decode_readings, encode_readings
+from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.dispatch.quota import ONE_SPEED, shares
 from moe_lightning.moe.layer import MoELayer, moe_layers
@@ -277,18 +275,6 @@ def test_what_is_no_time_is_no_measurement(seconds: float) -> None:
         meter.add(1e-3)
         meter.add(seconds)
     assert meter.reading.femtoseconds == 10**12
-
-
-@given(
-    rates=st.lists(st.tuples(st.integers(0, 10**18), st.integers(0, 10**9)), min_size=2, max_size=2),
-)
-def test_readings_travel_as_62_bits(rates: list[tuple[int, int]]) -> None:
-    experts, samples = (Reading(femtoseconds=femtoseconds, error=error) for femtoseconds, error in rates)
-    number = encode_readings(experts, samples)
-    assert 0 <= number < 1 << 62
-    for sent, (back,) in zip((experts, samples), decode_readings([number]), strict=True):
-        assert abs(back.femtoseconds - sent.femtoseconds) <= sent.femtoseconds * 2e-4
-        assert back.error == min(sent.error, 2047)
 
 
 def readings(*femtoseconds: int) -> list[Reading]:
