@@ -250,7 +250,7 @@ def time_line(line: Timeline, title: str) -> Figure:
     title = f"{title}; {1e3 * line.total_s:.2f} ms, {1e3 * line.exposed_s:.2f} ms of it copies"
     figure, axes = _lanes(["compute", "copies"], title, "ms", width_in=2 * _WIDTH_IN)
     for name, color in _OPERATIONS.items():
-        spans = [span for span in line.spans if span.kind.value.split("_")[0] == name]
+        spans = [span for span in line.spans if span.operation == name]
         bars = [(1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)) for span in spans]
         axes.broken_barh(bars, (int(name in _IN_THE_BACKGROUND) - 0.4, 0.8), color=color, label=name)
     axes.set_xlim(0, 1e3 * max(span.end_s for span in line.spans))

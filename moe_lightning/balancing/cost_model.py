@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from fractions import Fraction
 from functools import reduce
 from typing import Annotated, Any, Literal
@@ -343,60 +342,6 @@ def mean_relative_error(predicted_s: FloatArray, measured_s: FloatArray) -> floa
     return math.fsum((np.abs(predicted_s - measured_s) / measured_s).tolist()) / len(measured_s)
 
 
-class Kind(Enum):
-    """Kind of an operation; the values are names for pictures and metrics."""
-
-    EXCHANGE = "exchange"
-    EXPERTS_FORWARD = "experts_forward"
-    DENSE_FORWARD = "dense_forward"
-    EXPERTS_BACKWARD = "experts_backward"
-    DENSE_BACKWARD = "dense_backward"
-    TRANS_UNDER_EXPERTS = "trans_under_experts"
-    TRANS_UNDER_DENSE = "trans_under_dense"
-    TRANS_WHOLE = "trans_whole"
-    AGG_UNDER_DENSE = "agg_under_dense"
-    AGG_UNDER_EXPERTS = "agg_under_experts"
-    AGG_WHOLE = "agg_whole"
-
-
-Operation = tuple[Kind, int]
-"""Kind of what happens, and the block (0-based) that it is for."""
-
-Stage = list[Operation]
-"""A foreground operation and what runs beside it, if anything does; the stage ends when both have ended."""
-
-
-def forward_schedule(num_blocks: int) -> list[Stage]:
-    """Stages of the forward pass: per block an exchange, experts, an exchange, dense layers."""
-    stages: list[Stage] = [[(Kind.TRANS_WHOLE, 0)]]
-    for block in range(num_blocks):
-        stages += [
-            [(Kind.EXCHANGE, block)],
-            [(Kind.EXPERTS_FORWARD, block), (Kind.TRANS_UNDER_EXPERTS, block + 1)],
-            [(Kind.EXCHANGE, block)],
-            [(Kind.DENSE_FORWARD, block), (Kind.TRANS_UNDER_DENSE, block + 1)],
-        ]
-    return _up_to(num_blocks, stages)
-
-
-def backward_schedule(num_blocks: int) -> list[Stage]:
-    """Stages of the backward pass, last block first; all Aggs end before the update."""
-    stages: list[Stage] = []
-    for block in reversed(range(num_blocks)):
-        stages += [
-            [(Kind.DENSE_BACKWARD, block), (Kind.AGG_UNDER_DENSE, block + 1)],
-            [(Kind.EXCHANGE, block)],
-            [(Kind.EXPERTS_BACKWARD, block), (Kind.AGG_UNDER_EXPERTS, block + 1)],
-            [(Kind.EXCHANGE, block)],
-        ]
-    return _up_to(num_blocks, [*stages, [(Kind.AGG_WHOLE, 0)]])
-
-
-def _up_to(num_blocks: int, stages: Sequence[Stage]) -> list[Stage]:
-    """Return the stages without the transfers for a block after the last."""
-    return [[(kind, block) for kind, block in stage if block < num_blocks] for stage in stages]
-
-
 def share_under_experts(transfer_s: float, dense_s: float) -> float:
     """Return the share of a transfer that runs under experts; dense layers take the same time in every step, so they
     are filled first.
@@ -404,11 +349,14 @@ def share_under_experts(transfer_s: float, dense_s: float) -> float:
     return 0.0 if transfer_s <= dense_s else 1.0 - int(_PARTS * dense_s / transfer_s) / _PARTS
 
 
+Operation = Literal["exchange", "experts", "dense", "trans", "agg"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Begin and end of an operation, in seconds from the start of the forward pass's first transfer."""
+    """Begin and end of an operation for a block (0-based), in seconds from the start of the forward pass."""
 
-    kind: Kind
+    operation: Operation
     block: int
     start_s: float
     end_s: float
@@ -419,7 +367,7 @@ class Timeline:
     """A predicted step.
 
     Attributes:
-        spans: all operations with a duration, in order of their stages.
+        spans: all operations with a duration, in the order of their starts.
         total_s: forward and backward pass with dense layers, without the update.
         transfer_s: Trans and Agg of all blocks together.
         exposed_s: how much of that lengthens the step.
@@ -440,33 +388,34 @@ def predict_timeline(times: Sequence[BlockTimes], costs: Sequence[BlockCosts]) -
     """
     spans: list[Span] = []
     now_s = exposed_s = 0.0
-    for stage in forward_schedule(len(times)) + backward_schedule(len(times)):
-        durations_s = [_duration_s(kind, block, times, costs) for kind, block in stage]
-        for (kind, block), duration_s in zip(stage, durations_s, strict=True):
+
+    def run(
+        operation: Operation, block: int, seconds: float, transfer: Operation = "trans", beside_s: float = 0.0
+    ) -> None:
+        """Run an operation, and beside it a part of a transfer for the next block."""
+        nonlocal now_s, exposed_s
+        for name, of, duration_s in ((operation, block, seconds), (transfer, block + 1, beside_s)):
             if duration_s > 0:
-                spans.append(Span(kind=kind, block=block, start_s=now_s, end_s=now_s + duration_s))
-        is_transfer = stage[0][0] in (Kind.TRANS_WHOLE, Kind.AGG_WHOLE)
-        exposed_s += durations_s[0] if is_transfer else max(durations_s) - durations_s[0]
-        now_s += max(durations_s)
-    transfer_s = sum(float(block.trans_s) + float(block.agg_s) for block in times)
-    return Timeline(spans=tuple(spans), total_s=now_s, transfer_s=transfer_s, exposed_s=exposed_s)
+                spans.append(Span(operation=name, block=of, start_s=now_s, end_s=now_s + duration_s))
+        exposed_s += seconds if operation in ("trans", "agg") else max(0.0, beside_s - seconds)
+        now_s += max(seconds, beside_s)
 
-
-def _duration_s(kind: Kind, block: int, times: Sequence[BlockTimes], costs: Sequence[BlockCosts]) -> float:
-    trans_s, agg_s = float(times[block].trans_s), float(times[block].agg_s)
-    host = max(block - 1, 0)  # the block under whose dense layers a split transfer of this block runs
-    trans_under_dense_s = min(trans_s, costs[host].dense_forward_s)
-    agg_under_dense_s = min(agg_s, costs[host].dense_backward_s)
-    return {
-        Kind.EXCHANGE: float(times[block].exchange_s),
-        Kind.EXPERTS_FORWARD: float(times[block].forward_s),
-        Kind.DENSE_FORWARD: costs[block].dense_forward_s,
-        Kind.EXPERTS_BACKWARD: float(times[block].backward_s),
-        Kind.DENSE_BACKWARD: costs[block].dense_backward_s,
-        Kind.TRANS_UNDER_EXPERTS: trans_s - trans_under_dense_s,
-        Kind.TRANS_UNDER_DENSE: trans_under_dense_s,
-        Kind.TRANS_WHOLE: trans_s,
-        Kind.AGG_UNDER_DENSE: agg_under_dense_s,
-        Kind.AGG_UNDER_EXPERTS: agg_s - agg_under_dense_s,
-        Kind.AGG_WHOLE: agg_s,
-    }[kind]
+    trans_s, agg_s = [float(each.trans_s) for each in times], [float(each.agg_s) for each in times]
+    last = len(times) - 1
+    run("trans", 0, trans_s[0])
+    for block, (own, of_block) in enumerate(zip(times, costs, strict=True)):
+        sent_s = trans_s[block + 1] if block < last else 0.0
+        under_dense_s = min(sent_s, of_block.dense_forward_s)
+        run("exchange", block, float(own.exchange_s))
+        run("experts", block, float(own.forward_s), "trans", sent_s - under_dense_s)
+        run("exchange", block, float(own.exchange_s))
+        run("dense", block, of_block.dense_forward_s, "trans", under_dense_s)
+    for block, (own, of_block) in reversed(list(enumerate(zip(times, costs, strict=True)))):
+        sent_s = agg_s[block + 1] if block < last else 0.0
+        under_dense_s = min(sent_s, of_block.dense_backward_s)
+        run("dense", block, of_block.dense_backward_s, "agg", under_dense_s)
+        run("exchange", block, float(own.exchange_s))
+        run("experts", block, float(own.backward_s), "agg", sent_s - under_dense_s)
+        run("exchange", block, float(own.exchange_s))
+    run("agg", 0, agg_s[0])
+    return Timeline(spans=tuple(spans), total_s=now_s, transfer_s=sum(trans_s) + sum(agg_s), exposed_s=exposed_s)
