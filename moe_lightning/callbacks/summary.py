@@ -1,8 +1,7 @@
 """Summary of a run at its end: quality beside n-gram models of the same text, speed, and paths of its files.
 
 The n-gram models use interpolated absolute discounting: every seen count is reduced by a discount d, and the mass that
-this frees is spread by the next shorter context's distribution (Chen & Goodman 1999, section 2.7). Deviation: d has no
-formula; it is chosen for each order on blocks held out of the *training* text, never on the text that is scored.
+this frees is spread by the next shorter context's distribution (Chen & Goodman 1999, section 2.7).
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ _MAX_ORDER = 2
 _MAX_VOCAB_SIZE = 4096
 _MAX_CELLS = 1 << 24  # int64 counts, 128 MiB: a vocabulary of 4096 at order 1, of 256 at order 2
 _PIECE = 1 << 22  # tokens counted at once
-_HELD_OUT_BLOCK = 1 << 14  # tokens
-_HELD_OUT_EVERY = 32  # one block of so many
-_MOST_HELD_OUT = 256  # blocks: 4M tokens, at 0.2 kB each
-_DEFAULT_DISCOUNT = 0.5  # where the text is too short to hold anything out
-_DISCOUNTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_LEAST_DISCOUNT = 0.05  # so that no token has the probability 0
 
 Codes = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int64]
@@ -55,19 +50,28 @@ class _Table:
     counts: Counts  # [V**n]
     totals: Counts  # [V**(n-1)]
     distinct: Counts  # [V**(n-1)]
+    discount: float
 
     @classmethod
     def of(cls, counts: Counts, vocab_size: int) -> _Table:
         rows = counts.reshape(-1, vocab_size)
-        return cls(counts=counts, totals=rows.sum(1), distinct=np.count_nonzero(rows, axis=1))
+        return cls(
+            counts=counts, totals=rows.sum(1), distinct=np.count_nonzero(rows, axis=1), discount=_discount(counts)
+        )
 
-    def probabilities(self, codes: Codes, lower: Floats, discount: float, vocab_size: int) -> Floats:
+    def probabilities(self, codes: Codes, lower: Floats, vocab_size: int) -> Floats:
         """P(last token | context) of coded n-grams; `lower` is what the next shorter context says, [count]."""
         contexts = codes // vocab_size
         totals = self.totals[contexts]
-        kept = np.maximum(self.counts[codes] - discount, 0.0)
-        given_up = discount * self.distinct[contexts]
+        kept = np.maximum(self.counts[codes] - self.discount, 0.0)
+        given_up = self.discount * self.distinct[contexts]
         return np.where(totals > 0, (kept + given_up * lower) / np.maximum(totals, 1), lower)
+
+
+def _discount(counts: Counts) -> float:
+    """n1 / (n1 + 2 n2), for n1 n-grams that are seen once and n2 that are seen twice (Ney et al. 1994)."""
+    once, twice = (int(np.count_nonzero(counts == times)) for times in (1, 2))
+    return max(_LEAST_DISCOUNT, once / max(1, once + 2 * twice))
 
 
 def ngram_cross_entropy(
@@ -88,13 +92,11 @@ def ngram_cross_entropy(
             2**24 counts), too few tokens, or a token outside the vocabulary.
     """
     _check(len(train), len(val), order, vocab_size)
-    counts = _count([train], order, vocab_size)
-    discounts = _chosen_discounts(train, counts, order, vocab_size)
-    tables, surprise = _tables(counts, order, vocab_size), 0.0
+    tables, surprise = _tables(_count(train, order, vocab_size), order, vocab_size), 0.0
     for codes in _pieces(val, order, vocab_size):
         likelihood = np.full(len(codes), 1.0 / vocab_size)
-        for table, discount in zip(tables, discounts, strict=True):
-            likelihood = table.probabilities(codes % len(table.counts), likelihood, discount, vocab_size)
+        for table in tables:
+            likelihood = table.probabilities(codes % len(table.counts), likelihood, vocab_size)
         surprise -= float(np.log(likelihood).sum())
     return surprise / (len(val) - order)
 
@@ -132,12 +134,11 @@ def _pieces(text: npt.NDArray[np.integer], order: int, vocab_size: int) -> Itera
         yield _codes(text[start : start + _PIECE + order], order, vocab_size)
 
 
-def _count(texts: Sequence[npt.NDArray[np.integer]], order: int, vocab_size: int) -> Counts:
-    """Count each (order + 1)-gram inside the texts, [V**(order + 1)]."""
+def _count(text: npt.NDArray[np.integer], order: int, vocab_size: int) -> Counts:
+    """Count each (order + 1)-gram of a text, [V**(order + 1)]."""
     counts = np.zeros(vocab_size ** (order + 1), np.int64)
-    for text in texts:
-        for codes in _pieces(text, order, vocab_size):
-            counts += np.bincount(codes, minlength=len(counts))
+    for codes in _pieces(text, order, vocab_size):
+        counts += np.bincount(codes, minlength=len(counts))
     return counts
 
 
@@ -148,24 +149,6 @@ def _tables(counts: Counts, order: int, vocab_size: int) -> list[_Table]:
         counts = counts.reshape(vocab_size, -1).sum(0)
         tables.insert(0, _Table.of(counts, vocab_size))
     return tables
-
-
-def _chosen_discounts(train: npt.NDArray[np.integer], counts: Counts, order: int, vocab_size: int) -> list[float]:
-    """The discount of each order, given the shorter ones, with which the training text predicts its own blocks best."""
-    block = min(_HELD_OUT_BLOCK, len(train) // _HELD_OUT_EVERY)
-    if block <= order:
-        return [_DEFAULT_DISCOUNT] * (order + 1)
-    held_out = [train[i : i + block] for i in range(0, len(train) - block + 1, block * _HELD_OUT_EVERY)]
-    held_out = held_out[:: -(-len(held_out) // _MOST_HELD_OUT)]
-    codes = np.concatenate([_codes(text, order, vocab_size) for text in held_out])
-    likelihood = np.full(len(codes), 1.0 / vocab_size)
-    chosen = []
-    for table in _tables(counts - _count(held_out, order, vocab_size), order, vocab_size):
-        tried = [table.probabilities(codes % len(table.counts), likelihood, d, vocab_size) for d in _DISCOUNTS]
-        best = int(np.argmax([np.log(one).mean() for one in tried]))
-        chosen.append(_DISCOUNTS[best])
-        likelihood = tried[best]
-    return chosen
 
 
 @validated

@@ -202,7 +202,7 @@ def block(copies: float, **changes: float) -> tuple[BlockTimes, BlockCosts]:
     settings_ = {"dense_forward_s": 1.0, "dense_backward_s": 2.0, "gradient_bytes": 5.0} | changes
     costs = BlockCosts(row_bytes=1, weight_bytes=5, bytes_per_s=1, rows_per_s=4, **settings_)  # type: ignore[arg-type]
     volumes = np.array([[4, 4], [1, 0], [0, 1], [1, 1]])
-    return predict_block(volumes, np.full((1, 2, 2), copies), costs), costs
+    return predict_block(volumes, np.full((1, 2, 2), round(copies * ONE_COPY)), costs), costs
 
 
 @settings(deadline=None, max_examples=60)
