@@ -239,25 +239,3 @@ def cap_nodes(events: Sequence[Event], num_nodes: int) -> list[Event]:
         if failed or joined or not capped:
             capped.append(Event(time_ns=event.time_ns, failed=failed, joined=joined))
     return capped
-
-
-def check_events(events: Sequence[Event]) -> None:
-    """Check that the events can happen one after the other.
-
-    Raises:
-        ConfigurationError: times that fall, nodes that leave without being there or come twice.
-    """
-    live: set[int] = set()
-    previous_ns = 0
-    for event in events:
-        if event.time_ns < previous_ns:
-            raise ConfigurationError(
-                f"an event at {event.time_ns} ns follows one at {previous_ns} ns: sort them by time"
-            )
-        previous_ns = event.time_ns
-        if not set(event.failed) <= live or (live - set(event.failed)) & set(event.joined):
-            raise ConfigurationError(
-                f"nodes {event.failed} leave and {event.joined} come at {event.time_ns} ns, which the nodes before it "
-                "do not allow: mend the events"
-            )
-        live = (live - set(event.failed)) | set(event.joined)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.failures import NS, Event, check_events
+from moe_lightning.simulate.failures import NS, Event
 from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.mesh import MeshSpec
 from moe_lightning.simulate.policy import Policy
@@ -28,7 +28,7 @@ class Scenario:
         mesh: how the model lies over the ranks; the routing gets a layer for each stage at least.
 
     Raises:
-        ConfigurationError: a duration that is not positive, or events that cannot happen.
+        ConfigurationError: a duration that is not positive, or events in which no node joins.
     """
 
     workload: Workload
@@ -47,7 +47,6 @@ class Scenario:
         if self.refresh_steps < 1:
             raise ConfigurationError(f"refresh_steps={self.refresh_steps} must be at least 1")
         object.__setattr__(self, "routing", self.routing.with_layers(self.mesh.pp))
-        check_events(self.events)
         there = max((node for event in self.events for node in event.joined), default=-1) + 1
         if not there:
             raise ConfigurationError("no node ever joins: give a trace or events with at least one node")

@@ -58,3 +58,14 @@ def scenario(
         num_nodes=nodes,
         duration_s=duration_s,
     )
+
+
+def require_possible(events: Sequence[Event]) -> None:
+    """Check that events can happen one after the other: times ascend, and only nodes that are there leave."""
+    live: set[int] = set()
+    for index, event in enumerate(events):
+        assert index == 0 or event.time_ns >= events[index - 1].time_ns
+        assert set(event.failed) <= live
+        live -= set(event.failed)
+        assert not live & set(event.joined)
+        live |= set(event.joined)
