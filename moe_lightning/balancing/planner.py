@@ -32,7 +32,7 @@ from moe_lightning.balancing.cost_model import (
     share_under_experts,
 )
 from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
-from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES, Candidate, PlacementPolicy, replan_placement
+from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES, PlacementPolicy, replan_placement
 from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
 from moe_lightning.dispatch.placement import Placement
@@ -219,7 +219,7 @@ class BalancePolicy:
         if self.placement_rule != "auto":
             PLACEMENT_RULES.find(self.placement_rule, "placement_rule")
 
-    def candidates(self, cluster: Cluster, num_experts: int) -> list[Candidate]:
+    def candidates(self, cluster: Cluster, num_experts: int) -> list[PlacementPolicy]:
         """Every rule on all slots and, where the model is to choose, on as few as a balanced placement needs."""
         rules, slots = [self.placement_rule], [cluster.slots_per_rank]
         if self.placement_rule == "auto":
@@ -227,10 +227,7 @@ class BalancePolicy:
             few = -(-(num_experts * self.min_replicas + cluster.num_ranks - 1) // cluster.num_ranks)
             slots = sorted({min(few, cluster.slots_per_rank), cluster.slots_per_rank})
         return [
-            Candidate(
-                policy=PlacementPolicy(rule=rule, allocation=self.allocation, min_replicas=self.min_replicas),
-                cluster=replace(cluster, slots_per_rank=number),
-            )
+            PlacementPolicy(rule=rule, allocation=self.allocation, min_replicas=self.min_replicas, slots=number)
             for rule in rules
             for number in slots
         ]

@@ -148,6 +148,7 @@ class PlacementPolicy:
         rule: a name in `PLACEMENT_RULES`.
         allocation: replica counts for the rules of this package but "packed" and "plain", which need none.
         min_replicas: distinct nodes for each expert, where slots allow.
+        slots: of each rank that are filled; None: all.
 
     Raises:
         ConfigurationError: an unknown rule.
@@ -156,6 +157,7 @@ class PlacementPolicy:
     rule: str = "packed"
     allocation: AllocationPolicy = "waterfill"
     min_replicas: int = 2
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         PLACEMENT_RULES.find(self.rule, "placement_rule")
@@ -169,6 +171,8 @@ class PlacementPolicy:
         rule = PLACEMENT_RULES[self.rule]
         if isinstance(rule, NodeRule):
             rule = replace(rule, allocation=self.allocation)
+        if self.slots is not None:
+            cluster = replace(cluster, slots_per_rank=self.slots)
         return placed_by(rule, bounded_loads(load), cluster, self.min_replicas)
 
 
@@ -186,18 +190,10 @@ def plan_placement(loads: IntArray, cluster: Cluster, policy: PlacementPolicy) -
     return [policy.place(load, cluster) for load in loads]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A way to place a layer: a policy, on the cluster's slots or on some of them."""
-
-    policy: PlacementPolicy
-    cluster: Cluster
-
-
 def replan_placement(
     loads: IntArray,
     cluster: Cluster,
-    candidates: PlacementPolicy | Sequence[Candidate],
+    candidates: Sequence[PlacementPolicy],
     current: Sequence[Placement],
     tolerance: float = 0.02,
     *,
@@ -214,7 +210,7 @@ def replan_placement(
     Args:
         loads: int64 [L, E], tokens of each expert since the last plan.
         cluster: ranks, nodes, slots, speeds; the promise of the policies' min_replicas is meant for all its slots.
-        candidates: one policy for all slots, or several to choose from.
+        candidates: policies to choose from.
         current: the present placement of each layer, made for the same cluster.
         tolerance: relative relief that is not worth a migration.
         block_s: predicted seconds of a layer under a placement: the candidate with the least is chosen, if it is
@@ -230,8 +226,6 @@ def replan_placement(
             f"{cluster.num_ranks} ranks: use plan_placement after the world has changed"
         )
     loads = bounded_loads(loads)
-    if isinstance(candidates, PlacementPolicy):
-        candidates = [Candidate(policy=candidates, cluster=cluster)]
 
     fresh: dict[int, Placement] = {}
     for layer, present in enumerate(current):
@@ -252,7 +246,7 @@ def replan_placement(
 def _better_placement(
     load: IntArray,
     cluster: Cluster,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[PlacementPolicy],
     present: Placement,
     tolerance: float,
     block_s: Callable[[Placement], float] | None,
@@ -262,12 +256,12 @@ def _better_placement(
         len(load),
         slots=cluster.num_slots,
         num_nodes=cluster.num_nodes,
-        min_replicas=max(candidate.policy.min_replicas for candidate in candidates),
+        min_replicas=max(policy.min_replicas for policy in candidates),
     )
     missing, longest = cluster.missing_nodes(present.pairs, promised), longest_time(present, load, cluster)
     if not missing and longest * cluster.pace.total <= (1 + tolerance) * int(load.sum()) * cluster.pace.fastest:
         return None
-    placements = [candidate.policy.place(load, candidate.cluster) for candidate in candidates]
+    placements = [policy.place(load, cluster) for policy in candidates]
     missing_then = [cluster.missing_nodes(placement.pairs, promised) for placement in placements]
     safest = min(missing_then)
     if safest > missing:

@@ -56,15 +56,15 @@ def test_every_rule_places_within_slots_and_is_aligned_to_what_ranks_hold(rule: 
 def test_replanning_moves_only_the_layers_that_gain() -> None:
     loads, policy = skewed(experts=16).sum(axis=2), PlacementPolicy(min_replicas=1)
     current = plan_placement(loads, CLUSTER, policy)
-    assert replan_placement(loads, CLUSTER, policy, current, tolerance=0.05) == current
+    assert replan_placement(loads, CLUSTER, [policy], current, tolerance=0.05) == current
     drifted = loads.copy()
     drifted[1] = np.roll(loads[1], 5)
-    replanned = replan_placement(drifted, CLUSTER, policy, current, tolerance=0.05)
+    replanned = replan_placement(drifted, CLUSTER, [policy], current, tolerance=0.05)
     assert replanned[0] == current[0]
     assert replanned[2] == current[2]
     busiest = [balanced_quota(drifted[1], p[1].replicas).sum(axis=0).max() for p in (replanned, current)]
     assert busiest[0] < 0.9 * busiest[1]
-    assert replan_placement(drifted, CLUSTER, policy, current, tolerance=10.0) == current
+    assert replan_placement(drifted, CLUSTER, [policy], current, tolerance=10.0) == current
 
 
 def test_ranks_of_another_speed_do_not_carry_the_shares_that_were_planned_for_others() -> None:
@@ -76,7 +76,7 @@ def test_ranks_of_another_speed_do_not_carry_the_shares_that_were_planned_for_ot
         for _ in range(5):
             load = (rng.pareto(1.2, 16) * 1000 + 10).astype(np.int64)
             present, planned = policy.place(load, even), policy.place(load, cluster)
-            (placed,) = replan_placement(load[None], cluster, policy, [present], tolerance=0.02)
+            (placed,) = replan_placement(load[None], cluster, [policy], [present], tolerance=0.02)
             num_moved += placed != present
             if placed != present:
                 assert longest_time(placed, load, cluster) <= 1.02 * longest_time(planned, load, cluster)
@@ -139,7 +139,7 @@ def test_wrong_input_is_one_sentence() -> None:
     tokens = skewed()
     placements = plan_placement(tokens.sum(axis=2), CLUSTER, PlacementPolicy())
     with pytest.raises(ConfigurationError, match="after the world has changed"):
-        replan_placement(tokens.sum(axis=2), Cluster.of(6, 3), PlacementPolicy(), placements)
+        replan_placement(tokens.sum(axis=2), Cluster.of(6, 3), [PlacementPolicy()], placements)
 
 
 # ----------------------------------------------------------------------

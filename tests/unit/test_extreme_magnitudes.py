@@ -98,7 +98,7 @@ def test_any_load_is_placed_on_ranks_of_any_speed(load: list[int], speeds: list[
     bounded = bounded_loads(np.array(load))
     longest = longest_time(placement, bounded, cluster)
     assert longest * cluster.pace.total >= int(bounded.sum()) * cluster.pace.fastest
-    (again,) = replan_placement(np.array([load]), cluster, policy, [placement])
+    (again,) = replan_placement(np.array([load]), cluster, [policy], [placement])
     assert longest_time(again, bounded, cluster) <= longest
 
 

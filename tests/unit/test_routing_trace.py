@@ -111,7 +111,7 @@ def test_replanning_keeps_the_balance_with_a_fraction_of_the_migrations(trace: R
         fresh = align_placements(held_states(current), plan_placement(loads, cluster, policy), cluster)
         moved_always += len(plan_migration(held_states(current), fresh))
         current = fresh
-        again = replan_placement(loads, cluster, policy, kept)
+        again = replan_placement(loads, cluster, [policy], kept)
         moved += len(plan_migration(held_states(kept), again))
         kept = again
         busiest = [imbalance(balanced_quota(load, p.replicas).sum(axis=0)) for load, p in zip(loads, kept, strict=True)]
