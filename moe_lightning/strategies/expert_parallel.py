@@ -90,7 +90,6 @@ from moe_lightning.strategies.options import PlacementOptions, RunOptions, check
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
-from moe_lightning.strategies.stages import StageState, StageTransfer
 from moe_lightning.strategies.state_check import CheckInterval
 from moe_lightning.strategies.step_data import (
     StepData,
@@ -101,7 +100,7 @@ from moe_lightning.strategies.step_data import (
 )
 from moe_lightning.strategies.step_update import StepUpdate
 from moe_lightning.strategies.steps import Steps
-from moe_lightning.strategies.train_state import FIXED_GROUPS, StateTransfer, TrainState
+from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState
 from moe_lightning.strategies.watch import StopOnNan, UpdateSkipped
 from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld, Worlds, call_hook
 
@@ -568,11 +567,8 @@ class ExpertParallelStrategy(DDPStrategy):
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module, stage_size=self.world.stage.size)
                 self._pipeline = Pipeline(module, self.options.schedule, self.steps, self.worlds, self.update.scaled)
-            stages, transfer = StageMap(module, self.worlds), StateTransfer(self.state)
-            if self._pipeline is not None:
-                stages = of_pipeline = StageState(self._pipeline.cut, self.worlds)
-                transfer = StageTransfer(self.state, of_pipeline, self.worlds)
-            self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages, transfer)
+            stages = StageMap(module, self.worlds, None if self._pipeline is None else self._pipeline.cut)
+            self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
         self._gathered = self._gathered if keeps_weights else None
         self.state.stages.apply(self.root_device)
         for layer in self.state.stages.layers:

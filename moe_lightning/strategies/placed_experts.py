@@ -4,8 +4,8 @@ Slots are fixed rows of stacked parameters. An expert that stays on a rank keeps
 ranks are written, and neither parameters nor optimizers are rebuilt. Experts migrate between steps with all their
 state, by a plan of `balancing.migration`.
 
-`StageMap` says which ranks hold which part of a model: here every rank has the whole of it; `stages.py` has the map of
-a pipeline.
+`StageMap` says which ranks hold which part of a model. Without a pipeline a model has one stage, the whole of it, on
+every rank.
 
 Shapes: S slots of this rank, E experts, L layers, N ranks.
 """
@@ -13,20 +13,22 @@ Shapes: S slots of this rank, E experts, L layers, N ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.migration import Transfer, held_states, plan_migration
 from moe_lightning.checkpoint.full_state import full_model_state
+from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
 from moe_lightning.dispatch.quota import ShadowPlan
@@ -35,10 +37,19 @@ from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
-from moe_lightning.parallel.collectives import all_gather_json, check_agreement, fingerprint, require_agreement
-from moe_lightning.parallel.context import World, agree, broadcast_
-from moe_lightning.state.tensors import cuts_of
-from moe_lightning.state.transfer import install, transfer
+from moe_lightning.parallel.collectives import (
+    all_gather_json,
+    check_agreement,
+    failing_together,
+    fingerprint,
+    require_agreement,
+)
+from moe_lightning.parallel.context import World, agree, all_reduce_, broadcast_
+from moe_lightning.parallel.mesh import stage_ranks
+from moe_lightning.state.pieces import Block
+from moe_lightning.state.tensors import cuts_of, whole_shape
+from moe_lightning.state.transfer import Unit, install, reshard, transfer, without_memory
+from moe_lightning.strategies.stages import StageCut
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -63,16 +74,13 @@ def migrate_rows(
     optimizers: Sequence[Optimizer],
     transfers: Sequence[Transfer],
     world: World,
-    *,
-    of_all: bool,
 ) -> int:
-    """Execute the transfers and zero the rows that become vacant; collective if any rank transfers something.
+    """Execute the transfers and zero the rows that become vacant; collective.
 
     Args:
         before, after: the same parameters of each layer, in order, under other slots.
         optimizers: their states move with the experts.
         transfers: of the layers given, by all ranks.
-        of_all: False if other ranks give other layers: the ranks meet in any case.
 
     Returns:
         Bytes that this rank has sent.
@@ -86,9 +94,8 @@ def migrate_rows(
     ordered = sorted(transfers)
     live = {way: rows(after, way) for way in ordered if way.target == world.rank}
     arrived = {way: [torch.empty_like(row) for row in of_expert] for way, of_expert in live.items()}
-    sent_bytes = transfer(ordered, lambda way: rows(before, way), arrived.__getitem__, world, of_all=of_all)
-    if not of_all or any(way.source != way.target for way in ordered):
-        agree(world)  # all have theirs, or none gives its own up
+    sent_bytes = transfer(ordered, lambda way: rows(before, way), arrived.__getitem__, world)
+    agree(world)  # all have theirs, or none gives its own up
     # A leaving expert may lie where an arriving one will.
     for layer, old, new in zip(tensors, before, after, strict=True):
         _clear(layer, old.slot_experts, new.slot_experts)
@@ -279,7 +286,8 @@ class PlacedExperts:
         self,
         placements: Sequence[Placement],
         optimizers: Sequence[Optimizer],
-        nodes: Sequence[Hashable] | None = None,
+        nodes: Sequence[Hashable],
+        pipe: World,
     ) -> MigrationReport:
         """Move experts, with all their optimizer states, to the ranks that new placements name; collective.
 
@@ -289,22 +297,19 @@ class PlacedExperts:
             placements: one for each layer, the same on every rank.
             optimizers: their states move with the experts.
             nodes: of the ranks; experts come from the own node where they can.
+            pipe: the ranks of the other stages, which move theirs.
 
         Raises:
-            ConfigurationError: a placement that does not fit the world, a dispatch group or a rank's slots, or is
-                another one on other ranks.
+            ConfigurationError: on every rank, a placement that does not fit the world, a dispatch group or a rank's
+                slots.
         """
         began = time.perf_counter()
-        wanted = fingerprint(*(placement.replicas for placement in placements))
-        check_agreement(wanted, "the new placement", self.world)  # first: what is refused then, every rank refuses
-        dispatchers = self._dispatchers(placements)
+        with failing_together(pipe):
+            dispatchers = self._dispatchers(placements)
         before = [layer.experts.slot_experts for layer in self.layers]
-        moved, sent = self._move(placements, dispatchers, before, held_states(self.placements), optimizers, nodes)
-        return MigrationReport(moved_states=moved, sent_bytes=sent, migration_s=time.perf_counter() - began)
-
-    def check(self, placements: Sequence[Placement]) -> None:
-        """Check placements as `replace` does, as far as this rank can alone; raises as that."""
-        self._dispatchers(placements)
+        transfers = plan_migration(held_states(self.placements), placements, nodes)
+        sent = self._move(placements, dispatchers, before, optimizers, transfers)
+        return MigrationReport(moved_states=len(transfers), sent_bytes=sent, migration_s=time.perf_counter() - began)
 
     def enter_world(
         self,
@@ -312,8 +317,7 @@ class PlacedExperts:
         placements: Sequence[Placement],
         held: BoolArray,
         optimizers: Sequence[Optimizer],
-        nodes: Sequence[str] | None = None,
-        transfers: Sequence[Transfer] | None = None,
+        transfers: Sequence[Transfer],
     ) -> None:
         """Enter another world: the same rows, new peers; experts move to the ranks of the placements. Collective.
 
@@ -326,8 +330,7 @@ class PlacedExperts:
             held: bool [L, E, N], experts that each rank still holds, whole; an expert that no rank holds gets a row of
                 zeros, which is restored later.
             optimizers: their states move with the experts; every rank must have built them.
-            nodes: of the ranks; experts come from the own node where they can.
-            transfers: of these layers, if other ranks have other layers; None: those of `plan_migration`.
+            transfers: of these layers, by all ranks.
         """
         needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
         slots = max(all_gather_json(max([needed, *(room for layer in self.room for room in layer)]), world))
@@ -342,7 +345,7 @@ class PlacedExperts:
             # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
             after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
             dispatchers.append(self._dispatcher(index, placement, after))
-        self._move(placements, dispatchers, before, held, optimizers, nodes, transfers)
+        self._move(placements, dispatchers, before, optimizers, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
         """Set the layers, in the slots as they are, until `dispatch_among` gives them dispatchers.
@@ -370,37 +373,28 @@ class PlacedExperts:
         placements: Sequence[Placement],
         dispatchers: Sequence[Dispatcher],
         before: Sequence[tuple[int, ...]],
-        held: BoolArray,
         optimizers: Sequence[Optimizer],
-        nodes: Sequence[Hashable] | None = None,
-        transfers: Sequence[Transfer] | None = None,
-    ) -> tuple[int, int]:
-        """Transfer rows to the placements' ranks and give the layers their new dispatchers. Returns the number of
-        states that changed ranks, and the bytes that this rank has sent.
+        transfers: Sequence[Transfer],
+    ) -> int:
+        """Transfer rows to the placements' ranks and give the layers their new dispatchers. Returns the bytes that this
+        rank has sent.
         """
-        of_all = transfers is None
-        if transfers is None:
-            transfers = plan_migration(held, placements, nodes)
         stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
         for parameter in self.stack_of:
             parameter.grad = None
         former = self._stacks(before, placements)
-        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world, of_all=of_all)
+        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world)
         here = [t for t in transfers if t.target == self.world.rank]
         for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
             layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})
         self._set_stacks(stacks)
         self.set_speeds(self.speeds)
-        return len(transfers), sent_bytes
+        return sent_bytes
 
     def _dispatchers(self, placements: Sequence[Placement]) -> list[Dispatcher]:
         """Build the dispatchers of new placements. Every rank checks all ranks, so that either all move experts or none
         does.
         """
-        if len(placements) != len(self.layers):
-            raise ConfigurationError(
-                f"{len(placements)} placements do not fit {len(self.layers)} MoE layers: give one for each"
-            )
         result = []
         for index, (layer, placement, old) in enumerate(zip(self.layers, placements, self.placements, strict=True)):
             if placement.replicas.shape != old.replicas.shape:
@@ -481,21 +475,41 @@ def stages_of(trainer: pl.Trainer) -> StageMap:
 
 
 class StageMap:
-    """Stages of a model on the ranks: one stage, the whole model, on every rank. `StageState` is the map of a pipeline.
+    """Stages of a model on the ranks.
 
     Args:
         module: the model.
         worlds: the present world.
+        cut: the stages of a pipeline on this rank; None: the model is not cut.
 
     Attributes:
+        cut: as given.
         num_stages: of the model.
         held: stages whose dense values are on this rank.
+        placements: of all layers of a pipeline, each among the ranks of its stage.
     """
 
-    def __init__(self, module: nn.Module, worlds: Worlds, num_stages: int = 1) -> None:
-        self.num_stages = num_stages
-        self._module, self._worlds = module, worlds
-        self.held: Sequence[int] = (0,)
+    def __init__(self, module: nn.Module, worlds: Worlds, cut: StageCut | None = None) -> None:
+        self.cut, self._module, self._worlds = cut, module, worlds
+        self.num_stages = 1 if cut is None else cut.num_stages
+        self.held: Sequence[int] = self._own_stages
+        self.placements: list[Placement] = []
+        self._stage_of: dict[str, int] = {}  # by name of a parameter or buffer
+        self._shared: set[str] = set()  # buffers that every stage has
+        if cut is None:
+            return
+        self._layers = cut.layers()
+        size, axes = worlds.present.size, worlds.axes
+        everyone = range(size) if worlds.cannot_train(size) else None
+        self._ranks: list[Sequence[int]] = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
+        with cut.whole():
+            self._names = list(module.state_dict(keep_vars=True))
+            self._stage_of = {
+                f"{prefix}.{name}".lstrip("."): cut.stage_of(part)
+                for prefix, part in module.named_modules(remove_duplicate=False)
+                for name in (*private_torch.parameters_of(part), *private_torch.buffers_of(part))
+            }
+            self._shared = {name for name, _ in module.named_buffers() if cut.shares_buffer(name)}
 
     @property
     def world(self) -> World:
@@ -507,6 +521,10 @@ class StageMap:
         """The ranks of the other stages for this rank's samples."""
         return self._worlds.present.pipe
 
+    @property
+    def _own_stages(self) -> Sequence[int]:
+        return (0,) if self.cut is None else self.cut.stages
+
     # ------------------------------------------------------------------ stages and ranks
 
     def lose_values(self) -> None:
@@ -515,91 +533,147 @@ class StageMap:
 
     def values_arrived(self) -> None:
         """All stages on this rank have their dense values."""
-        self.held = (0,)
-
-    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
-        """Return which of these ranks will hold each stage, once they are a world."""
-        return [ranks]
+        self.held = self._own_stages
 
     @property
     def ranks(self) -> Sequence[Sequence[int]]:
         """Global ranks that hold each stage."""
-        return [range(self.world.size)]
+        return [range(self.world.size)] if self.cut is None else self._ranks
 
     @property
     def own_ranks(self) -> Sequence[int]:
         """Global ranks that hold the stages here."""
-        return range(self.world.size)
+        return self.ranks[self._own_stages[0]]
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks of a stage."""
-        return self.layers[0].dispatcher.world.size
+        return self.world.stage.size if self._worlds.is_joined else 1
+
+    def assign(self, ranks: Sequence[Sequence[int]], placements: Sequence[Placement]) -> None:
+        """Set the ranks that hold each stage of a pipeline, and the placements of all layers.
+
+        Args:
+            placements: over all ranks.
+        """
+        self._ranks = list(ranks)
+        pairs = zip(placements, self.layers_of(ranks), strict=True)
+        self.placements = [placement.among(its) for placement, its in pairs]
+
+    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
+        """Return which of these ranks will hold each stage, once they are a world."""
+        if self.cut is None:
+            return [ranks]
+        axes = self._worlds.axes
+        return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(self.num_stages)]
 
     def sharers(self, world: World) -> tuple[World, Sequence[int]]:
         """Return the ranks of a world that hold the same stages as this one, and their numbers there."""
-        return world, range(world.size)
+        if self.cut is None:
+            return world, range(world.size)
+        peers = next((own for own in self.ranks_in(range(world.size)) if world.rank in own), [world.rank])
+        return world.own_stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
 
-    def ranks_of_layers(self, world: World) -> list[Sequence[int]]:
-        """Return the ranks of a world that will hold each MoE layer."""
-        return [range(world.size) for _ in self.layers]
+    def layers_of(self, of_stages: Sequence[T]) -> list[T]:
+        """Return the entry of each layer's stage."""
+        if self.cut is None:
+            return [of_stages[0] for _ in self.layers]
+        return [of_stages[stage] for _, stage in self._layers]
 
     def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
-        return tuple(of_ranks)
+        found = [of_ranks[rank] for rank in self.own_ranks]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
+        return tuple(numbers[node] for node in found)
 
     # ------------------------------------------------------------------ the module
 
     def whole_module(self) -> AbstractContextManager[None]:
         """Restore the parts of all stages inside, for code that counts or numbers parameters."""
-        return nullcontext()
+        return nullcontext() if self.cut is None else self.cut.whole()
 
     def apply(self, device: torch.device) -> None:
         """Remove the parts of other stages again, in another run of the Trainer."""
+        if self.cut is not None:
+            self.cut.apply(device)
 
     def transform_hidden(self, part: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
         """Apply a function to the hidden states before a part, on every stage, if it is a block at which the model is
         cut. Returns True if it is one.
         """
-        return False
+        block = None if self.cut is None else self.cut.number_of(part)
+        if self.cut is None or block is None:
+            return False
+        self.cut.entering[block] = function
+        return True
 
     # ------------------------------------------------------------------ dense values
 
     def stage_of(self, name: str) -> int:
         """Return the stage that has a parameter."""
-        return 0
+        return self._stage_of.get(name, 0)
 
     def belongs(self, name: str, stage: int) -> bool:
         """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
-        return True
+        return name in self._shared or self.stage_of(name) == stage
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return the global ranks that hold a parameter or buffer."""
-        return tuple(range(self.world.size))
+        """Return the global ranks that hold a parameter or buffer. All have a buffer outside of blocks, and the last
+        stage, which runs whole steps, has the valid values.
+        """
+        return tuple(self.ranks[self.num_stages - 1 if name in self._shared else self.stage_of(name)])
 
     @property
     def dense_holders(self) -> Sequence[tuple[int, ...]]:
         """Global ranks that hold each part of the dense parameters."""
-        return self.world.row_cut.holders
+        return self.world.row_cut.holders if self.cut is None else [tuple(ranks) for ranks in self._ranks]
 
     def absent_parameters(self) -> Sequence[nn.Parameter]:
         """Return the dense parameters of other stages, which have no values here."""
-        return ()
+        if self.cut is None:
+            return ()
+        with self.cut.whole():
+            return [parameter for *_, parameter, _ in self.cut.dense() if parameter.is_meta]
 
     def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
         """Remove absent parameters from the optimizers, which were built with all parameters."""
+        if self.cut is None:
+            return
+        here = set(self._module.parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter not in here:
+                        optimizer.state.pop(parameter, None)
+                group["params"] = [p for p in group["params"] if p in here]
 
+    @torch.no_grad()
     def gather(self, most_bytes: int) -> None:
-        """Gather the dense values of all stages on every rank, unless they take more than this on some rank;
-        collective.
+        """Gather the dense values of all stages on every rank after training, unless they take more than this on some
+        rank; collective in a pipeline.
         """
+        if self.cut is None:
+            return
+        with self.cut.whole():
+            entries = list(self.cut.dense())
+        if not fits_every_rank((p for *_, p, _ in entries), most_bytes, self.world):
+            return
+        have, want = dict[Unit, dict[str, Tensor]](), dict[Unit, tuple[nn.Module, str]]()
+        for number, (part, name, parameter, stage) in enumerate(entries):
+            unit = str(number), Block.of(whole_shape(parameter))
+            if self.world.rank in self._ranks[stage]:
+                have[unit] = {"": parameter.detach()}
+            else:
+                want[unit] = part, name
+        for unit, tensors in reshard(have, without_memory(want), self.world).items():
+            self.cut.gathered_values[want[unit]] = tensors[""]
 
     # ------------------------------------------------------------------ experts
 
     @property
     def layers(self) -> list[MoELayer]:
         """The MoE layers of all stages."""
-        return moe_layers(self._module)
+        return moe_layers(self._module) if self.cut is None else [layer for layer, _ in self._layers]
 
     @property
     def numbers(self) -> list[int]:
@@ -608,24 +682,50 @@ class StageMap:
 
     @property
     def without_layers(self) -> list[int]:
-        """Stages whose ranks have no MoE layer at all, where other stages have some."""
-        return []
+        """Stages whose ranks, which may be those of several, have no MoE layer at all."""
+        with_layers = {tuple(ranks) for ranks in self.layers_of(self.ranks)}
+        return [stage for stage, ranks in enumerate(self.ranks) if tuple(ranks) not in with_layers]
 
     def own(self, of_layers: Sequence[T]) -> list[T]:
         """Select the entries of the layers here from those of all layers."""
-        return list(of_layers)
+        stages = self.layers_of(range(self.num_stages))
+        return [one for one, stage in zip(of_layers, stages, strict=True) if stage in self._own_stages]
 
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
         """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
-        return experts.stacks
+        if self.cut is None:
+            return experts.stacks
+        own = dict(zip(experts.layers, experts.stacks, strict=True))
+        found = []
+        for (layer, stage), first in zip(self._layers, self.placements, strict=True):
+            stack = own.get(layer)
+            here = first if stack is None else stack.placement
+            found.append(
+                ExpertStack(
+                    parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
+                    slot_experts=() if stack is None else stack.slot_experts,
+                    placement=here.over(self._ranks[stage], self.world.size),
+                    rank=self.world.rank,
+                    base=layer.experts.base_names,
+                )
+            )
+        return found
 
     def set_placements(self, placements: Sequence[Placement]) -> list[Placement]:
         """Set the placements of all layers, and return those of the layers here."""
-        return list(placements)
+        self.placements = list(placements)
+        return self.own(placements)
 
     def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
         """Return the placements of all layers from those of the layers here; collective over the stages."""
-        return list(own)
+        if self.cut is None:
+            return list(own)
+        experts = max((layer.num_experts for layer in self.layers), default=0)
+        tables = [torch.tensor(placement.replicas) for placement in own]
+        tables_LEN = self.counts_of_all(
+            torch.stack(tables) if tables else torch.zeros(0, experts, self.num_ranks).long()
+        )
+        return [] if tables_LEN is None else [Placement(replicas=table) for table in tables_LEN.cpu().numpy()]
 
     def replace(
         self,
@@ -642,16 +742,33 @@ class StageMap:
         Raises:
             ConfigurationError: on every rank, the refusal of one of them, before anything moves.
         """
-        return experts.replace(placements, optimizers, nodes)
+        if len(placements) != len(self.layers):
+            raise ConfigurationError(
+                f"{len(placements)} placements do not fit the {len(self.layers)} MoE layers of the model: give one for "
+                "each"
+            )
+        wanted = fingerprint(*(placement.replicas for placement in placements))
+        check_agreement(wanted, "the new placement", self.world)  # first: what is refused then, every rank refuses
+        report = experts.replace(self.own(placements), optimizers, self.nodes(nodes), self.pipe)
+        self.set_placements(placements)
+        return replace(report, moved_states=sum(all_gather_json(report.moved_states, self.pipe)))
 
     def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
         """Return a number for each expert, or any other values of each layer, int64 [L, ...], from those of the layers
-        here; None where there are none. Collective in a pipeline.
+        here; None where there are none, or in a pipeline only zeros. Collective in a pipeline.
 
         Args:
             own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
         """
-        return own_LE
+        if self.cut is None:
+            return own_LE
+        experts = max((layer.num_experts for layer in self.layers), default=0)
+        device, shape = self.world.device, (experts,) if own_LE is None else own_LE.shape[1:]
+        all_LE = torch.zeros(len(self._layers), *shape, dtype=torch.int64, device=device)
+        if own_LE is not None:
+            all_LE[self.numbers] = own_LE.to(device)
+        all_reduce_(all_LE, self.pipe)
+        return all_LE if bool(all_LE.any()) else None
 
     # ------------------------------------------------------------------ one file
 
@@ -661,8 +778,39 @@ class StageMap:
         Args:
             state: state_dict of this rank's parts.
         """
-        return full_model_state(state, experts.keys(self._module), self.world, cuts=cuts_of(self._module))
+        if self.cut is None:
+            return full_model_state(state, experts.keys(self._module), self.world, cuts=cuts_of(self._module))
+        owners = {parameter: stack for stack in self.stacks(experts) for parameter in stack.parameters.values()}
+        with self.cut.whole():
+            named, cuts = self._module.named_parameters(remove_duplicate=False), cuts_of(self._module)
+            keys = {name: owners[parameter] for name, parameter in named if parameter in owners}
+        own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
+        whole_here = own.keys() - keys.keys() - cuts.keys()
+        first = [
+            name for name in whole_here if self.holders(name)[0] == self.world.rank and isinstance(own[name], Tensor)
+        ]
+        whole = full_model_state(own, keys, self.world, cuts=cuts, elsewhere=first)
+        return {name: whole[name] for name in self._names} if whole else {}
 
     def own_part(self, full: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""
-        return full
+        if self.cut is None:
+            return full
+        others = set(self._names) - set(self._module.state_dict(keep_vars=True))
+        return {name: value for name, value in full.items() if name not in others}
+
+
+def fits_every_rank(parameters: Iterable[nn.Parameter], most_bytes: int, world: World) -> bool:
+    """True if every rank may keep whole parameters after training, else rank 0 warns; collective.
+
+    Args:
+        most_bytes: that this rank may keep.
+    """
+    nbytes = sum(whole_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
+    fits: bool = nbytes <= min(all_gather_json(most_bytes, world))
+    if not fits:
+        rank_zero_warn(
+            "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank has "
+            "its part only, so continue from a checkpoint"
+        )
+    return fits

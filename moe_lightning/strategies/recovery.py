@@ -210,7 +210,7 @@ def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replica
     Args:
         min_replicas: wanted nodes that hold each expert, or ranks where there are fewer nodes.
     """
-    ranks = state.stages.ranks_of_layers(world)
+    ranks = state.stages.layers_of(state.stages.ranks_in(range(world.size)))
     repair = repair_stages(plan.held, ranks, nodes=plan.nodes, min_replicas=min_replicas, max_slots=state.max_slots)
     if repair.min_replicas < min([min_replicas, *map(len, ranks)]):
         rank_zero_warn(

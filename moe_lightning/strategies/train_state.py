@@ -1,25 +1,23 @@
-"""State of a rank: module, experts in slots, optimizers, and its shards of dense state.
-
-`StateTransfer` moves it between worlds in which every rank has the whole model; `stages.py` has the transfer of a
-pipeline.
-"""
+"""State of a rank: module, experts in slots, optimizers, shards of dense state; and its transfer between worlds."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.arrays import BoolArray
-from moe_lightning.balancing.migration import held_states
+from moe_lightning.balancing.migration import held_states, plan_migration
 from moe_lightning.balancing.repair import repair_stages
 from moe_lightning.checkpoint.full_state import broadcast_optimizers
 from moe_lightning.checkpoint.loader import CheckpointSource
@@ -28,14 +26,16 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World
+from moe_lightning.parallel.context import World, agree
 from moe_lightning.parallel.mesh import Part
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.pieces import Block
 from moe_lightning.state.tensors import (
     Updates,
+    cut_of,
     home_of_moments,
     local,
+    mark,
     swap_parameters,
 )
 from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memory
@@ -89,7 +89,7 @@ class TrainState:
         self.stages = StageMap(nn.Module(), worlds)
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
         self.shards = DenseShards(self, self.parts, worlds, dense)
-        self.transfer = StateTransfer(self)
+        self.transfer = StateTransfer(self, worlds)
         self.optimizers: Sequence[Optimizer] = []
         self.updates = Updates(on_host=on_host)
         self.averaging = Averaging(self)
@@ -126,13 +126,11 @@ class TrainState:
             return False
         return self.stages.num_stages > 1 or known.is_up_to_date()  # a pipeline keeps its layers
 
-    def set_module(
-        self, module: pl.LightningModule, experts: PlacedExperts, stages: StageMap, transfer: StateTransfer
-    ) -> None:
+    def set_module(self, module: pl.LightningModule, experts: PlacedExperts, stages: StageMap) -> None:
         """Set the module whose experts are placed, or some stages of it; raises as `require_own_sharding`."""
         if self._worlds.is_elastic and self._worlds.axes.pp > 1:
             require_own_sharding(self.shards.kind, f"elastic.enabled=true, mesh.pp={self._worlds.axes.pp}")
-        self._module, self._experts, self.stages, self.transfer = module, experts, stages, transfer
+        self._module, self._experts, self.stages = module, experts, stages
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Set the optimizers of a fit; raises as `require_host_updates` if they update on the host, and as
@@ -371,14 +369,16 @@ class TrainState:
 
 
 class StateTransfer:
-    """Transfer of a rank's state between worlds in which every rank holds all stages.
+    """Transfer of a rank's state between worlds. A rank of a pipeline may hold other stages in the next world; until
+    everything has arrived it holds its former stages and the new ones.
 
     Args:
         state: the state of this rank.
+        worlds: the present world.
     """
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
+    def __init__(self, state: TrainState, worlds: Worlds) -> None:
+        self._state, self._worlds = state, worlds
 
     def fetch(self, world: World, live: Collection[int], behind: Collection[int]) -> Units:
         """Transfer the dense values that this rank will hold in a world and lacks, with hyperparameters and scalars of
@@ -451,7 +451,21 @@ class StateTransfer:
         return {(f"{stage}/{name}", blocks[name]): tensors for name, tensors in found.items()}
 
     def _hold(self, wanted: Collection[int]) -> None:
-        """Hold these stages and their layers: all, in worlds of this kind."""
+        """Hold these stages of a pipeline, and their layers."""
+        stages, experts = self._state.stages, self._state.experts
+        if stages.cut is None:
+            return
+        placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
+        placements |= dict(zip(experts.layers, experts.placements, strict=True))
+        # A validation that a fault has interrupted ends in the mode before it, which blocks that come now did not have.
+        is_training = self._state.module.training or self._state.trainer.validating
+        others = stages.cut.hold(wanted, training=is_training)
+        for before, after in others.items():
+            mark(after, cut_of(before))
+        self._state.replace_parameters(others)
+        self._state.fill_groups()
+        layers = stages.own(stages.layers)
+        experts.hold(layers, [placements[layer] for layer in layers])
 
     def install(self, units: Units, world: World) -> None:
         """Set the parts of parameters that this rank holds now, if ranks share them; others are restored next.
@@ -466,28 +480,72 @@ class StateTransfer:
             self._state.parts.install(units, world)
 
     def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:
-        """Move experts to the ranks of a world's placements; collective there.
+        """Move experts to the ranks of a world's placements, and drop the stages that this rank will not hold;
+        collective there.
 
         Args:
             placements: one for each layer of all stages, over all ranks.
             held: bool [L, E, N], what each rank still holds.
             nodes: of the ranks.
         """
-        self._state.experts.enter_world(world, placements, held, self._state.optimizers, nodes)
+        ranks = self._state.stages.ranks_in(range(world.size))
+        everyone = world if all(len(own) == world.size for own in ranks) else None
+        self._move_experts(world, placements, held, nodes, ranks, world.own_stage or everyone)
+
+    def _move_experts(
+        self,
+        world: World,
+        placements: Sequence[Placement],
+        held: BoolArray,
+        nodes: Sequence[str],
+        ranks: Sequence[Sequence[int]],
+        among: World | None,
+    ) -> None:
+        """Move experts to the ranks that will hold each stage, and in a pipeline dispatch the layers here among some of
+        them; None: not yet.
+        """
+        stages, experts, optimizers = self._state.stages, self._state.experts, self._state.optimizers
+        own = wanted_stages(ranks, world.rank)
+        self._hold({*stages.held, *own})
+        here = stages.numbers
+        at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
+        everyones = plan_migration(held, placements, nodes)
+        transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
+        experts.enter_world(world, [placements[number] for number in here], held[here], optimizers, transfers)
+        if stages.cut is None:
+            return
+        self._hold(set(own))
+        stages.assign(ranks, placements)
+        peers = ranks[own[0]] if own else [world.rank]
+        offline = World.offline(peers.index(world.rank), len(peers), world.device)
+        experts.dispatch_among(stages.own(stages.layers), stages.own(stages.placements), among or offline)
 
     def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
-        """Transfer the state that only leaving ranks hold to ranks that stay, in their present world; collective.
+        """Transfer the state that only leaving ranks hold to ranks that stay, in their present world, and in a pipeline
+        the stages that these will hold; collective.
 
         Args:
             nodes: of all ranks.
             min_replicas: nodes that shall hold each expert.
         """
-        state = self._state
-        if placements := state.experts.placements:
-            held, ranks = held_states(placements), [staying] * len(placements)
-            repair = repair_stages(held, ranks, nodes=nodes, min_replicas=min_replicas, max_slots=state.max_slots)
-            state.experts.enter_world(world, repair.placements, held, state.optimizers, nodes)
+        state, stages = self._state, self._state.stages
         state.shards.hand_over(staying, world)
+        ranks = stages.ranks_in(staying)
+        placements = [stack.placement for stack in stages.stacks(state.experts)]
+        held = held_states(placements) if placements else np.zeros((0, 0, world.size), dtype=np.bool_)
+        repair = repair_stages(
+            held, stages.layers_of(ranks), nodes=nodes, min_replicas=min_replicas, max_slots=state.max_slots
+        )
+        if stages.cut is None:
+            self._move_experts(world, repair.placements, held, nodes, ranks, None)
+            return
+        state.parts.leave_world()
+        units = self._fetch(ranks, world, Part())
+        agree(world)
+        self._move_experts(world, repair.placements, held, nodes, ranks, None)
+        alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
+        self.install(units, alone)
+        self._worlds.set_present(alone)  # where nothing is cut
 
 
 def wanted_stages(ranks: Sequence[Sequence[int]], rank: int) -> list[int]:

@@ -77,7 +77,7 @@ def move_at_random(rank: int, world_size: int) -> int:
             ]
             for at, places in ((experts, placements), (after, planned))
         )
-        sent_bytes = migrate_rows(old, new, (), transfers, world, of_all=True)
+        sent_bytes = migrate_rows(old, new, (), transfers, world)
         state_bytes = 6 * 4 + 6 * 2 + 4 * 4 + 4
         assert sent_bytes == state_bytes * sum(t.source == rank for t in transfers)
         for layer, stack in enumerate(stacks):
@@ -130,16 +130,9 @@ def migrate_until_killed(rank: int, world_size: int, folder: str, killed: int, e
     placed_experts.transfer = transfer_or_die
     transfers = plan_migration(held_states([before]), [after])
     with pytest.raises(RuntimeError):
-        migrate_rows(old, new, (), transfers, world, of_all=True)
+        migrate_rows(old, new, (), transfers, world)
     intact = all(torch.equal(parameter.data, values[name]) for name, parameter in stack.items())
     (Path(folder) / str(rank)).write_text(f"{intact} {exchange - left[0]}")
-
-
-def test_ranks_do_not_meet_where_no_expert_moves() -> None:
-    apart = World.offline(0, 2, torch.device("cpu"))
-    assert migrate_rows([], [], (), [], apart, of_all=True) == 0
-    with pytest.raises((AttributeError, RuntimeError, ValueError)):
-        migrate_rows([], [], (), [], apart, of_all=False)
 
 
 @pytest.mark.parametrize(("killed", "exchange"), [(0, 3), (2, 3), (1, 10**9)])
@@ -205,7 +198,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 def test_wrong_placements_are_refused_before_anything_moves() -> None:
     crowded, missing, foreign, none = run_ranks(2, refusals)[0]
     assert "puts 6 experts on rank 0, which keeps 4 slots: raise the strategy's slots" in crowded
-    assert "0 placements do not fit 1 MoE layers" in missing
+    assert "0 placements do not fit the 1 MoE layers of the model" in missing
     assert "has shape (6, 3), but this run needs (6, 2)" in foreign
     assert "slots=0 of ExpertParallelStrategy must be an integer of at least 1" in none
 
@@ -247,12 +240,12 @@ def place_in_a_world_of_unlike_rooms(rank: int, world_size: int) -> list[str | N
     if rank == 0:
         grow(experts.layers[0], 5, ())
         experts.room = [[5, 5]]
-    experts.enter_world(world, [halves], held_states([halves]), ())
+    experts.enter_world(world, [halves], held_states([halves]), (), [])
     told: list[str | None] = []
     for on_rank_0 in (5, 6):
         replicas = np.array([[int(e < on_rank_0), int(e >= 3)] for e in range(6)])
         try:
-            experts.replace([Placement(replicas=replicas)], ())
+            experts.replace([Placement(replicas=replicas)], (), world.nodes, World.single())
             told.append(None)
         except ConfigurationError as error:
             told.append(str(error))

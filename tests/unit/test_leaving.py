@@ -17,7 +17,9 @@ from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds, gradients
 from moe_lightning.strategies.committed_step import CommittedStep
+from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.train_state import StateTransfer
+from moe_lightning.strategies.worlds import Worlds
 
 
 def offline(rank: int, size: int) -> World:
@@ -77,9 +79,11 @@ def test_nobody_leaves_while_values_of_some_rank_are_torn(meet: Callable[..., No
 
 
 def test_a_model_without_experts_is_handed_over() -> None:
-    state = MagicMock(experts=SimpleNamespace(placements=[]))
-    world = offline(0, 2)
-    StateTransfer(state).hand_over([0], world, ["a", "b"], min_replicas=2)
+    world, worlds = offline(0, 1), Worlds()
+    worlds.set_present(world)
+    module = nn.Linear(2, 2)
+    state = MagicMock(experts=PlacedExperts(module, [], world), stages=StageMap(module, worlds), max_slots=None)
+    StateTransfer(state, worlds).hand_over([0], world, ["a"], min_replicas=2)
     state.shards.hand_over.assert_called_once_with([0], world)
 
 
