@@ -121,116 +121,83 @@ _SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoggedValue:
-    """One call of `log`.
-
-    Attributes:
-        value: None where a Metric was logged.
-        metric: the name of its attribute; empty where a number was logged.
-        count: samples of the micro-batch on this rank.
-        weight: weight of the value among those of other micro-batches.
-        options: other arguments than the defaults.
-    """
-
-    name: str
-    value: Tensor | float | None
-    metric: str
-    count: int
-    weight: Tensor | float
-    options: dict[str, Any]
-
-
-@dataclass
-class StepLogs:
-    """Recorded calls of `log` of a step's micro-batches.
-
-    Attributes:
-        values: in the order of the calls.
-    """
-
-    values: list[LoggedValue] = field(default_factory=list)
-
-    @contextmanager
-    def recording(
-        self, module: pl.LightningModule, count: int, shared_weight: Callable[[], Tensor | None]
-    ) -> Generator[None, None, None]:
-        """Record the module's calls of `log` inside.
-
-        Args:
-            count: samples of the micro-batch on this rank.
-            shared_weight: returns the weight of a mean over all ranks; None if the step has not set it.
-        """
-
-        def log(*arguments: Any, **named: Any) -> None:
-            given = dict(_SIGNATURE.bind(module, *arguments, **named).arguments)
-            name, value = given.pop("name"), given.pop("value")
-            del given["self"]
-            options = {key: _plain(key, v) for key, v in given.items() if v != _SIGNATURE.parameters[key].default}
-            metric = ""
-            if isinstance(value, Metric):
-                metric = next((path for path, part in module.named_modules() if part is value), "")
-                if not metric:
-                    raise ConfigurationError(
-                        f"log({name!r}) got a Metric that is no part of the module: assign it to an attribute, or "
-                        "put it into an nn.ModuleDict or nn.ModuleList"
-                    )
-            if not count and "batch_size" in options:  # a dummy batch counts for nothing
-                options["batch_size"] = 0
-            if not count and options.get("reduce_fx") == "sum":
-                value = 0.0
-            weight: Tensor | float | None = options.get("batch_size")
-            if weight is None and not options.get("sync_dist"):
-                weight = shared_weight()
-            self.values.append(
-                LoggedValue(
-                    name=name,
-                    value=None if metric else (value.detach() if isinstance(value, Tensor) else float(value)),
-                    metric=metric,
-                    count=count,
-                    weight=count if weight is None else weight,
-                    options=options,
-                )
-            )
-
-        object.__setattr__(module, "log", log)
-        try:
-            yield
-        finally:
-            object.__delattr__(module, "log")
-
-    def to_plain(self) -> list[Any]:
-        """Return the recorded calls as plain values."""
-        return [
-            [v.name, None if v.value is None else float(v.value), v.metric, float(v.weight), v.options, v.count]
-            for v in self.values
-        ]
-
-
-def log_joined(module: pl.LightningModule, calls: list[Any], count: int) -> None:
-    """Log the calls that `StepLogs.to_plain` returns, joined to one value for each name.
+@contextmanager
+def recording_logs(
+    module: pl.LightningModule, calls: list[dict[str, Any]], count: int, shared_weight: Callable[[], Tensor | None]
+) -> Generator[None, None, None]:
+    """Add the module's calls of `log` inside to a list, instead of logging.
 
     Args:
+        calls: "name" and "value" of each, None of a Metric; "metric", the name of a Metric's attribute; "options",
+            other arguments than the defaults; "count", samples of the micro-batch on this rank; "weight" of the value
+            among those of other micro-batches.
+        count: samples of the micro-batch on this rank.
+        shared_weight: returns the weight of a mean over all ranks; None if the step has not set it.
+    """
+
+    def log(*arguments: Any, **named: Any) -> None:
+        given = dict(_SIGNATURE.bind(module, *arguments, **named).arguments)
+        name, value = given.pop("name"), given.pop("value")
+        del given["self"]
+        options = {key: _plain(key, v) for key, v in given.items() if v != _SIGNATURE.parameters[key].default}
+        metric = ""
+        if isinstance(value, Metric):
+            metric = next((path for path, part in module.named_modules() if part is value), "")
+            if not metric:
+                raise ConfigurationError(
+                    f"log({name!r}) got a Metric that is no part of the module: assign it to an attribute, or "
+                    "put it into an nn.ModuleDict or nn.ModuleList"
+                )
+        if not count and "batch_size" in options:  # a dummy batch counts for nothing
+            options["batch_size"] = 0
+        if not count and options.get("reduce_fx") == "sum":
+            value = 0.0
+        weight = options.get("batch_size")
+        if weight is None and not options.get("sync_dist"):
+            weight = shared_weight()
+        calls.append(
+            {
+                "name": name,
+                "value": None if metric else value.detach() if isinstance(value, Tensor) else float(value),
+                "metric": metric,
+                "options": options,
+                "count": count,
+                "weight": count if weight is None else weight,
+            }
+        )
+
+    object.__setattr__(module, "log", log)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "log")
+
+
+def log_joined(module: pl.LightningModule, calls: Sequence[Mapping[str, Any]], count: int) -> None:
+    """Log the calls that `recording_logs` has recorded, joined to one value for each name.
+
+    Args:
+        calls: without tensors.
         count: samples of this rank in all micro-batches.
     """
-    for name in dict.fromkeys(entry[0] for entry in calls):
-        entries = [entry for entry in calls if entry[0] == name]
-        _, _, metric, _, options, _ = entries[0]
-        if metric:
-            logged = module.get_submodule(metric)
+    for name in dict.fromkeys(call["name"] for call in calls):
+        own = [call for call in calls if call["name"] == name]
+        options = own[0]["options"]
+        if own[0]["metric"]:
+            logged = module.get_submodule(own[0]["metric"])
             assert isinstance(logged, Metric)
             module.log(name, logged, **options)
             continue
-        values, weights = [entry[1] for entry in entries], [entry[3] for entry in entries]
+        values, weights = [call["value"] for call in own], [call["weight"] for call in own]
         total, reduction = sum(weights), options.get("reduce_fx", "mean")
         if reduction in _REDUCTIONS:
-            of_samples = [entry[1] for entry in entries if entry[5]]
+            of_samples = [call["value"] for call in own if call["count"]]
             value = _REDUCTIONS[reduction](of_samples or values)
         elif total > 0:
             value = sum(v * w for v, w in zip(values, weights, strict=True) if w) / total
         else:
             value = values[0]
-        sizes = [entry[4]["batch_size"] for entry in entries if "batch_size" in entry[4]]
+        sizes = [call["options"]["batch_size"] for call in own if "batch_size" in call["options"]]
         module.log(name, value, **options | {"batch_size": sum(sizes) if sizes else max(1, count)})
 
 
@@ -275,7 +242,7 @@ class _Run:
     outcomes: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    logs: StepLogs = field(default_factory=StepLogs)
+    logs: list[dict[str, Any]] = field(default_factory=list)
     statistics: dict[MoELayer, list[LayerStatistics]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -408,7 +375,8 @@ class Pipeline:
         if len(weights) < len(counts):  # a validation may weigh some micro-batches only
             weights = []
         outcome = joined(run.outcomes, counts, weights or [float(count) for count in counts])
-        return [outcome, run.logs.to_plain(), weights]
+        logs = private_torch.tree_map(lambda v: float(v) if isinstance(v, Tensor) else v, run.logs)
+        return [outcome, logs, weights]
 
     def _pipe(self, run: _Run) -> tuple[Pipe, int, bool]:
         """Return the pipe for batches of the shapes of this one, the elements that it sends for a micro-batch, and True
@@ -442,7 +410,7 @@ class Pipeline:
         """Return the hidden states that arrive at the first block of the first micro-batch, or a tensor of
         their shape.
         """
-        quiet = StepLogs().recording(self._module, 0, lambda: None)
+        quiet = recording_logs(self._module, [], 0, lambda: None)
         self._steps.begin_micro_batch(run.pieces[0], is_training=run.is_training)
         with without_traces(self._module), torch.no_grad(), quiet, run.context():
             try:
@@ -467,8 +435,8 @@ class Pipeline:
         hidden, auxiliary = arrived if stage else (None, torch.zeros(1, device=self._world.device))
         layers = self.cut.chunk_layers(stage)
         self._steps.begin_micro_batch(piece, is_training=run.is_training)
-        logs = run.logs if is_last else StepLogs()
-        recording = logs.recording(self._module, piece.count, lambda: self._steps.weights.of_mean)
+        logs = run.logs if is_last else []
+        recording = recording_logs(self._module, logs, piece.count, lambda: self._steps.weights.of_mean)
         traces = nullcontext() if piece.count else without_traces(self._module)
         updates = nullcontext() if is_last else without_updates(run.metrics)
         before = self.cut.block_before(stage).carrying(auxiliary.squeeze(0)) if is_last else nullcontext()

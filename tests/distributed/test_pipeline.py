@@ -41,7 +41,7 @@ from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from moe_lightning.parallel import exchange
-from moe_lightning.strategies.pipeline import StepLogs, log_joined
+from moe_lightning.strategies.pipeline import log_joined, recording_logs
 from moe_lightning.strategies.stages import StageCut
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
@@ -453,26 +453,26 @@ def test_evaluation_and_prediction_run_through_the_stages() -> None:
 def test_a_logged_metric_outside_of_the_module_is_refused() -> None:
     module = Own()
     module.meters = [MeanMetric()]
-    logs = StepLogs()
-    with logs.recording(module, 1, lambda: None):
+    logs: list[dict[str, Any]] = []
+    with recording_logs(module, logs, 1, lambda: None):
         module.log("right", module.right)
         with pytest.raises(ConfigurationError, match=r"log\('acc'\) got a Metric that is no part of the module"):
             module.log("acc", module.meters[0])
-    assert [value.metric for value in logs.values] == ["right"]
+    assert [call["metric"] for call in logs] == ["right"]
 
 
 @pytest.mark.parametrize(("counts", "total"), [([1, 1, 0, 0], 2.0), ([0, 0], 0.0)])
 def test_logged_sums_and_extremes_are_over_samples(counts: list[int], total: float) -> None:
     """Not over dummy micro-batches."""
-    module, logs = Own(), StepLogs()
+    module, logs = Own(), list[dict[str, Any]]()
     for value, count in enumerate(counts, start=1):
-        with logs.recording(module, count, lambda: None):
+        with recording_logs(module, logs, count, lambda: None):
             module.log("samples", torch.tensor(1), reduce_fx=torch.sum)
             module.log("least", float(value), reduce_fx="min")
             module.log("most", float(value), reduce_fx="max")
     joined: dict[str, float] = {}
     object.__setattr__(module, "log", lambda name, value, **_: joined.update({name: value}))
-    log_joined(module, logs.to_plain(), sum(counts))
+    log_joined(module, logs, sum(counts))
     assert joined == {"samples": total, "least": 1.0, "most": 2.0}
 
 
