@@ -77,7 +77,7 @@ from moe_lightning.strategies.dense_sharding import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import TrainerFailures
 from moe_lightning.strategies.fsdp import require_no_hooks
-from moe_lightning.strategies.gathered_experts import GatheredExperts, gather_limit
+from moe_lightning.strategies.gathered_experts import Stacks, attach_experts, gather_experts, gather_limit
 from moe_lightning.strategies.gradients import DenseGradientSum
 from moe_lightning.strategies.launchers import (
     PrivateLauncher,
@@ -245,7 +245,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.failures = TrainerFailures(self.worlds)
         self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
-        self._gathered: GatheredExperts | None = None
+        self._gathered: Stacks | None = None
         self._pipeline: Pipeline | None = None
         self._is_placed = False
 
@@ -641,8 +641,8 @@ class ExpertParallelStrategy(DDPStrategy):
         if not self.worlds.is_elastic and self.world.size > 1:
             room, ranks = gather_limit(self.num_processes), self.world.stage
             self.state.shards.gather(ranks, room)
-            self._gathered = GatheredExperts(self.experts, self.state.stages)
-            self._gathered.gather(room)  # in a pipeline dense parameters, too
+            self.state.stages.gather(room)
+            self._gathered = gather_experts(self.experts, self.state.stages, room)
             private_lightning.act_on_signals(self.state.trainer, partial(any_says, world=self.world), ends=True)
 
     @override
@@ -652,8 +652,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.checkpoints.release()
         module = self.lightning_module
         if module is not None and self.state.holds(module):
-            self._gathered = self._gathered or GatheredExperts(self.experts, self.state.stages)
-            self._gathered.attach()
+            attach_experts(self.state.stages, self._gathered)
             self.experts.release_graphs()
             self.state.parts.abort_step(self.world)
         self.update.end(self.precision_plugin)
