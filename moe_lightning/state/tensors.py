@@ -146,22 +146,6 @@ def part_of_whole(whole: Tensor, cut: TensorCut, part: Part) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, dim=cut.dim)
 
 
-@contextmanager
-def updating_blocks(optimizer: Optimizer) -> Generator[None, None, None]:
-    """Let the optimizer see the blocks of its parameters and gradients as plain parameters, inside.
-
-    Updates that work element by element are the same there, take no dispatch of DTensors, and may be fused or batched
-    with those of parameters that are whole. States stay plain tensors of the block, under the parameter.
-    """
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    blocks = {p: _block_of(p) for p in parameters if hasattr(p, "placements")}
-    swap_parameters(optimizer, blocks)
-    try:
-        yield
-    finally:
-        swap_parameters(optimizer, {block: p for p, block in blocks.items()})
-
-
 def swap_parameters(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Replace parameters of an optimizer by others, which get their states."""
     if not others:
@@ -219,7 +203,9 @@ def require_same_base(saved: Tensor, here: Tensor, key: str, where: str) -> None
 
 
 class Updates:
-    """Parameters as optimizers see them in an update: plain tensors, see `updating_blocks`.
+    """Parameters as optimizers see them in an update: plain tensors, the blocks of those that are sharded, with plain
+    gradients. Updates that work element by element are the same there, take no dispatch of DTensors, and may be fused
+    or batched with those of parameters that are whole. States stay plain tensors of the block, under the parameter.
 
     Args:
         on_host: whether dense parameters that lie on a device are seen as copies on the host; on CPUs that changes
@@ -244,12 +230,14 @@ class Updates:
             ConfigurationError: the system lets this process lock too little memory.
         """
         copies = self._host_copies(optimizer, experts) if self.on_host else {}
-        swap_parameters(optimizer, copies)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        blocks = {p: _block_of(p) for p in parameters if hasattr(p, "placements")}
+        others = blocks | copies
+        swap_parameters(optimizer, others)
         try:
-            with updating_blocks(optimizer):
-                yield
+            yield
         finally:
-            swap_parameters(optimizer, {copy: p for p, copy in copies.items()})
+            swap_parameters(optimizer, {other: p for p, other in others.items()})
         with torch.no_grad():
             for parameter, copy in copies.items():
                 local(parameter.detach()).copy_(copy, non_blocking=True)
