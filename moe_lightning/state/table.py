@@ -205,7 +205,10 @@ class State:
     def moment_shapes(self) -> Shapes:
         """The optimizer states and averages that this rank has."""
         found = {
-            f"dense/{name}/{scope}": (dtype_name(tensor), _whole_moment_shape(parameter, tensor))
+            f"dense/{name}/{scope}": (
+                dtype_name(tensor),
+                tuple(whole_shape(parameter) if is_cut(parameter) else tensor.shape),
+            )
             for name, parameter in self.dense.items()
             for scope, tensor in self.moments(parameter).items()
         }
@@ -258,9 +261,10 @@ class State:
     def placed(self, optimizer: Optimizer, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, Any]:
         """States of a parameter that have come from elsewhere, where the optimizer looks for them, as in torch."""
         home = self.home_of(parameter)
-        on_host = {"step"} if not counts_there(optimizer) else set()
+        # Fused kernels read step counts beside the parameters.
+        is_fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         return {
-            scope: value.to(home) if isinstance(value, Tensor) and scope not in on_host else value
+            scope: value.to(home) if isinstance(value, Tensor) and (is_fused or scope != "step") else value
             for scope, value in states.items()
         }
 
@@ -294,16 +298,6 @@ def numbers_among(optimizer: Optimizer) -> dict[str, Any]:
     """Return the states of an optimizer that are not tensors, such as counts of updates, which parameters share."""
     found = ({name: v for name, v in own.items() if not isinstance(v, Tensor)} for own in optimizer.state.values())
     return next(filter(None, found), {})
-
-
-def counts_there(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer's step counts lie beside its parameters, where fused kernels read them."""
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-
-
-def _whole_moment_shape(parameter: nn.Parameter, moment: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole moment."""
-    return tuple(whole_shape(parameter) if is_cut(parameter) else moment.shape)
 
 
 def _weight_scope(parameter: Tensor) -> str:
