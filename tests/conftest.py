@@ -74,6 +74,8 @@ def pytest_collection_finish() -> None:
     the server of forks import all that ours need, whatever the modules of tests have set."""
     import torch  # not in the process that only hands tests to others
 
+    import tests.entry_points  # noqa: F401
+
     torch.set_num_threads(1)  # the ranks of a distributed test share the machine's few cores
     FORKS.set_forkserver_preload(PRELOADED)
     gc.collect()

@@ -50,6 +50,7 @@ PRELOADED = [
     "transformers.models.auto.modeling_auto",
     "pytest",  # a rank imports the module of its test, a tenth of a second of most of them
     "hypothesis",
+    "tests.entry_points",
     "tests.frozen",  # last
 ]
 """Modules that the server imports. Python has one server: `benchmarks.silent` would have it import fewer."""

@@ -1,0 +1,10 @@
+"""Lightning asks all installed packages for callbacks whenever a Trainer is made, which takes longer than the rest of the
+Trainer: they are asked once a process, and forks not at all.
+"""
+
+from functools import cache
+
+from lightning.fabric.utilities import registry
+
+registry.entry_points = cache(registry.entry_points)
+registry.entry_points(group="lightning.pytorch.callbacks_factory")
