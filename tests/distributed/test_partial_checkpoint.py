@@ -32,7 +32,7 @@ from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.moe.layer import moe_layers
 from tests.agents import START_AGENT, agent_ahead
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.training import TINY, DrawNoise, RandomTokens, make_trainer, train
 from tests.forks import wait_until
 from tests.parameters import slow
@@ -86,12 +86,20 @@ class KillAt(pl.Callback):
 
 
 def run(
-    world_size: int, callbacks: list[pl.Callback], *, function: Callable[..., Any] = train, **options: Any
+    world_size: int,
+    callbacks: list[pl.Callback],
+    *,
+    function: Callable[..., Any] = train,
+    pooled: bool = True,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Results of all ranks."""
-    results: list[dict[str, Any]] = run_ranks(
-        world_size, partial(function, callbacks=callbacks, trainer=WITH_CHECKPOINTS, **options)
-    )
+    """Results of all ranks.
+
+    Args:
+        pooled: as of `run_ranks`; ranks that are killed or fail need none that others can use.
+    """
+    training = partial(function, callbacks=callbacks, trainer=WITH_CHECKPOINTS, **options)
+    results: list[dict[str, Any]] = run_ranks(world_size, training, pooled=pooled)
     return results
 
 
@@ -134,7 +142,7 @@ def saver(root: Path, **options: Any) -> PartialExpertsCheckpoint:
 @pytest.mark.slow
 def test_full_checkpoints_resume_bit_for_bit_and_by_the_name_last(root: Path) -> None:
     whole = run(2, [], steps=12)[0]
-    run(2, [saver(root)], steps=7, function=train_with_fresh_agent)
+    run(2, [saver(root)], steps=7, function=train_with_fresh_agent, pooled=False)
     os.umask(umask := os.umask(0o022))
     modes = {path.stat().st_mode & 0o777 for path in root.glob("step-*/*")}
     assert modes == {0o666 & ~umask}, "files of the agent's process follow the umask of the run"
@@ -156,7 +164,7 @@ def test_a_training_that_starts_anew_deletes_no_checkpoints_of_another(root: Pat
     before = sorted(path.name for path, _ in checkpoints(root))
     for others in ([], [ElasticOnly()]):
         with pytest.raises(RankFailure, match=r'checkpoint of step 3, .* begins at step 0, .* ckpt_path="last" .*, or'):
-            run(2, [*others, saver(root)], steps=3)
+            run(2, [*others, saver(root)], steps=3, pooled=False)
     assert sorted(path.name for path, _ in checkpoints(root)) == before
     assert len(run(2, [saver(root)], steps=4, ckpt_path="last")[0]["losses"]) == 1
 
@@ -194,7 +202,7 @@ def test_kill_9_loses_what_the_ledger_counts(root: Path, tmp_path: Path, order: 
     counts_path, k_path = tmp_path / "counts", tmp_path / "k"
     partial_saver = partial(saver, root, every_n_steps=1, k_snapshot=2, k_persist=1, order=order)
     with pytest.raises(RankFailure):
-        run(2, [partial_saver(), Log(counts_path, counts), KillAt(9, (0, 1))], steps=20)
+        run(2, [partial_saver(), Log(counts_path, counts), KillAt(9, (0, 1))], steps=20, pooled=False)
     let_the_agent_finish(root)
     checkpoint = find_newest(root).checkpoint
     step, versions = checkpoint.manifest.step, checkpoint.expert_versions()
@@ -226,7 +234,7 @@ def test_dynamic_k_raises_k_when_a_restore_lost_tokens(root: Path, tmp_path: Pat
     k_path = tmp_path / "k"
     make = partial(saver, root, every_n_steps=1, k_snapshot=1, k_persist=1)
     with pytest.raises(RankFailure):
-        run(1, [make(), KillAt(9, (0,))], steps=100)
+        run(1, [make(), KillAt(9, (0,))], steps=100, pooled=False)
     let_the_agent_finish(root)
     run(1, [make(), DynamicK(0.2), Log(k_path, chosen_k)], steps=14, ckpt_path=str(root))
     assert set(k_path.read_text().split()) <= {"1", "2", "4", "6"}
@@ -279,7 +287,7 @@ def restored_counts(
     ("strategy", "is_frozen"), [({"dense": "zero1"}, False), slow(PIPELINE, False), (PIPELINE, True)]
 )
 def test_counts_of_updates_return_on_every_rank(root: Path, strategy: dict[str, Any], is_frozen: bool) -> None:
-    results = run_ranks(2, partial(restored_counts, root=str(root), strategy=strategy, is_frozen=is_frozen))
+    results = run_pooled(2, partial(restored_counts, root=str(root), strategy=strategy, is_frozen=is_frozen))
     for expected, restored in results:
         assert restored == expected
     assert results[1][0]
@@ -305,10 +313,10 @@ def test_a_strict_restore_leaves_no_weights_out(root: Path, strategy: dict[str, 
     ranks = 2 if strategy else 1
     run(ranks, [saver(root)], steps=1, strategy=strategy, model=whole)
     evaluate = partial(validate, root=str(root), strategy=strategy)
-    assert run_ranks(ranks, partial(evaluate, model=whole, is_strict=True))[0] > 0.0
+    assert run_pooled(ranks, partial(evaluate, model=whole, is_strict=True))[0] > 0.0
     with pytest.raises(RankFailure, match=r"has '[a-z]+/.*', which the model lacks \(\d+ unknown"):
         run_ranks(ranks, partial(evaluate, model=whole | less, is_strict=True))
-    assert run_ranks(ranks, partial(evaluate, model=whole | less, is_strict=False))[0] > 0.0
+    assert run_pooled(ranks, partial(evaluate, model=whole | less, is_strict=False))[0] > 0.0
 
 
 @pytest.mark.parametrize("model", [{"num_layers": 2}, slow({"bias": False})], ids=str)
@@ -317,7 +325,7 @@ def test_a_restore_that_is_not_strict_leaves_new_weights_as_they_are(root: Path,
     evaluate = partial(validate, root=str(root), strategy={}, model={"num_layers": 4, "tie_embeddings": False})
     with pytest.raises(RankFailure, match=r"has no '[a-z]+/.*': it holds"):
         run_ranks(1, partial(evaluate, is_strict=True))
-    assert run_ranks(1, partial(evaluate, is_strict=False))[0] > 0.0
+    assert run_pooled(1, partial(evaluate, is_strict=False))[0] > 0.0
 
 
 @pytest.mark.slow
@@ -366,7 +374,7 @@ def train_with_late_commit(rank: int, world_size: int, *, root: Path, **options:
 @pytest.mark.parametrize("experts", [EXPERTS, slow(0)])
 def test_an_automatic_interval_awaits_the_first_commit(root: Path, experts: int) -> None:
     options: dict[str, Any] = {"root": root, "model": {"num_experts": experts}}
-    snapshots, has_chosen = run_ranks(1, partial(train_with_late_commit, **options))[0]
+    snapshots, has_chosen = run_pooled(1, partial(train_with_late_commit, **options))[0]
     assert snapshots == {1, 2, 4, 8}, "the interval grows until it is chosen"
     assert has_chosen
 
@@ -531,7 +539,7 @@ def test_callbacks_with_large_states_are_saved(root: Path) -> None:
 
 def test_a_state_that_outgrows_its_room_is_one_sentence(root: Path) -> None:
     with pytest.raises(RankFailure, match=r"trainer takes .* bytes now, the arena has room for .*: keep less"):
-        run(1, [saver(root, every_n_steps=1), Hoarder(1 << 20, growth=3 << 20)], steps=6)
+        run(1, [saver(root, every_n_steps=1), Hoarder(1 << 20, growth=3 << 20)], steps=6, pooled=False)
     assert find_newest(root).problems == ()
 
 
@@ -548,7 +556,7 @@ class SlowCopies(pl.Callback):
 def test_loggers_get_what_training_waited_for_each_snapshot(root: Path, tmp_path: Path) -> None:
     callbacks = [SlowCopies(), saver(root, every_n_steps=4, save_on_train_end=False)]
     options = WITH_CHECKPOINTS | {"logger": CSVLogger(tmp_path, "csv", 0), "log_every_n_steps": 4}
-    run_ranks(1, partial(train, callbacks=callbacks, trainer=options, steps=14))
+    run_pooled(1, partial(train, callbacks=callbacks, trainer=options, steps=14))
     stalls_ms = read_metrics(metrics_files(tmp_path))["checkpoint/stall_ms"]
     stalls_ms.pop(1, None)  # the first snapshot may have been copied as it is logged
     assert list(stalls_ms) == [5, 9, 13]
