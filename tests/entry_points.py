@@ -1,5 +1,5 @@
-"""Lightning asks all installed packages for callbacks whenever a Trainer is made, which takes longer than the rest of the
-Trainer: they are asked once a process, and forks not at all.
+"""Lightning asks all installed packages for callbacks whenever a Trainer is made, which takes longer than all else that
+makes it: here they are asked once a process, and not by its forks.
 """
 
 from functools import cache
