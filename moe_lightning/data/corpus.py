@@ -36,6 +36,7 @@ from moe_lightning.data.documents import (
     reading,
     source_files,
     suffix_of,
+    version_of,
 )
 from moe_lightning.data.token_folder import (
     TOKENS,
@@ -384,13 +385,8 @@ def _split(source: DataSource, span: TokenSpan, val_fraction: float) -> tuple[To
 
 def _read_once(span: TokenSpan, cache: Path) -> dict[str, Any]:
     """See `read_tokens`."""
-    key = fingerprint((_LAYOUT, _version(span.path), span.dtype))
+    key = fingerprint((_LAYOUT, version_of(span.path), span.dtype))
     return _cached(cache / key, lambda folder: read_tokens(span))[1]
-
-
-def _version(path: Path) -> tuple[str | int, ...]:
-    status = path.stat()
-    return str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _checked_vocab_size(source: str, span: TokenSpan, tokenizer: str, low: int, high: int) -> int:

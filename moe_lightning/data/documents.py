@@ -59,13 +59,19 @@ class SourceFile:
     Attributes:
         name: path relative to the source's root, with forward slashes.
         size_bytes: as it lies on disk.
-        version: changes with the file's content, whoever sets its modification time.
+        version: see `version_of`.
     """
 
     name: str
     path: Path
     size_bytes: int
     version: tuple[str | int, ...]
+
+
+def version_of(path: Path) -> tuple[str | int, ...]:
+    """Return a value that changes with a file's content, whoever sets its modification time."""
+    status = path.stat()
+    return str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +147,12 @@ def source_files(sources: Sequence[str]) -> tuple[SourceFile, ...]:
     files = []
     for path in dict.fromkeys(paths):
         with reading(path):
-            status = path.stat()
+            size, version = path.stat().st_size, version_of(path)
             if STDLIB not in sources:
                 check_written(path)
-        if status.st_size:
+        if size:
             name = path.relative_to(root).as_posix()
-            version = str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-            files.append(SourceFile(name=name, path=path, size_bytes=status.st_size, version=version))
+            files.append(SourceFile(name=name, path=path, size_bytes=size, version=version))
     if not files:
         empty = "its file is" if len(paths) == 1 else f"all its {len(paths)} files are"
         raise ConfigurationError(f"source={shown!r} has no text, {empty} empty; give files with text.")
@@ -515,19 +520,18 @@ def _as_utf8(text: Any, text_field: str) -> bytes:
         ) from None
 
 
-def _parquet_tables(part: FilePart, text_field: str) -> Iterator[tuple[int, int, Any]]:
-    """First row, all rows of the part and a column of each batch."""
+def _parquet_tables(part: FilePart, text_field: str) -> Iterator[tuple[int, Any]]:
+    """First row and the column of each batch."""
     with open_regular(part.path) as file:
         opened = _pyarrow("parquet", part.path).ParquetFile(file)
         _check_column(opened.schema_arrow, part, text_field)
-        rows = [opened.metadata.row_group(group).num_rows for group in range(part.stop)]
-        first, total = sum(rows[: part.start]), sum(rows[part.start :])
+        first = sum(opened.metadata.row_group(group).num_rows for group in range(part.start))
         for batch in opened.iter_batches(_ROWS, range(part.start, part.stop), [text_field], use_threads=False):
-            yield first, total, batch.column(0)
+            yield first, batch.column(0)
             first += len(batch)
 
 
-def _arrow_tables(part: FilePart, text_field: str) -> Iterator[tuple[int, int, Any]]:
+def _arrow_tables(part: FilePart, text_field: str) -> Iterator[tuple[int, Any]]:
     library = _pyarrow("lib", part.path)
     ipc = _pyarrow("ipc", part.path)
     check_regular(part.path)
@@ -543,7 +547,7 @@ def _arrow_tables(part: FilePart, text_field: str) -> Iterator[tuple[int, int, A
         for batch in batches:
             column = batch.column(text_field)
             column.validate(full=True)  # reading alone trusts the offsets of the file
-            yield first, 0, column
+            yield first, column
             first += len(batch)
 
 
@@ -558,10 +562,10 @@ def _check_column(schema: Any, part: FilePart, text_field: str) -> None:
 
 
 def _table_texts(
-    tables: Iterator[tuple[int, int, Any]], part: FilePart, text_field: str, advance: Callable[[int], None]
+    tables: Iterator[tuple[int, Any]], part: FilePart, text_field: str, advance: Callable[[int], None]
 ) -> Iterator[Document]:
     done = 0
-    for first, total, column in tables:
+    for first, column in tables:
         for row, value in enumerate(column, first):
             try:
                 text = _as_utf8(value.as_py(), text_field)
@@ -570,7 +574,7 @@ def _table_texts(
                 raise ConfigurationError(f"{part.path}, row {row:,}: {reason}") from error
             if text:
                 yield iter((text,))
-        read = part.size_bytes * len(column) // total if total else min(column.nbytes, part.size_bytes - done)
+        read = min(column.nbytes, part.size_bytes - done)
         done += read
         advance(read)
     advance(part.size_bytes - done)

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from moe_lightning.arrays import IntArray
 from moe_lightning.data.sampler import mixed_seed
 from moe_lightning.errors import ConfigurationError
-
-IntArray = NDArray[np.int64]
 
 
 class Mixture:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from moe_lightning.arrays import IntArray
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
-
-IntArray = NDArray[np.int64]
 
 
 def first_fit(lengths: IntArray, capacity: int) -> IntArray:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from moe_lightning.arrays import IntArray
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.data.corpus import (
@@ -31,7 +32,7 @@ from moe_lightning.data.corpus import (
 from moe_lightning.data.documents import STDLIB
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.mixture import Mixture, spread
-from moe_lightning.data.packing import IntArray, Packed
+from moe_lightning.data.packing import Packed
 from moe_lightning.data.token_folder import fingerprint, is_token_folder, open_token_folder
 from moe_lightning.data.tokenizer import check_tokenizer, is_trained, tokenizer_origin
 from moe_lightning.errors import ConfigurationError
@@ -322,7 +323,8 @@ class TextData(StepDataModule):
             self._train, val = samples[0]
         else:
             self._train, val = JoinedSamples(trains), JoinedSamples(vals)
-            self._order = Mixture([len(train) for train in trains], _weights_of(self.sources), self.seed)
+            weights = [source.weight for source in self.sources if source.weight is not None]
+            self._order = Mixture([len(train) for train in trains], weights or None, self.seed)
         if self._packs:
             rank_zero_info(self._packs)
         most = min(len(val), self.val_samples or len(val))
@@ -420,8 +422,3 @@ def source_names(paths: Sequence[str]) -> list[str]:
             name = f"{base}_{number}"
         found.append(name)
     return found
-
-
-def _weights_of(sources: Sequence[DataSource]) -> list[float] | None:
-    weights = [source.weight for source in sources if source.weight is not None]
-    return weights or None

@@ -125,9 +125,9 @@ class TokenFolder:
             ConfigurationError: the file is damaged.
         """
         path = self.path / DOCUMENTS
-        starts = _numbers(path)
-        if _digest(path) != self.header.documents_digest or starts is None or len(starts) != self.header.num_documents:
+        if _digest(path) != self.header.documents_digest:
             raise _damaged(path)
+        starts: npt.NDArray[np.int64] = np.load(path, allow_pickle=False)
         return starts
 
     def check(self) -> None:
@@ -175,10 +175,11 @@ def open_token_folder(path: str | Path) -> TokenFolder:
         raise ConfigurationError(
             f"{header} cannot be read ({reason}); make the folder with moe-data tokenize."
         ) from error
-    sizes = {TOKENS: found.header.num_tokens * np.dtype(found.header.dtype).itemsize, DOCUMENTS: None}
-    for name, size in sizes.items():
-        if not (folder / name).is_file() or (size is not None and (folder / name).stat().st_size != size):
-            raise _damaged(folder / name)
+    size = found.header.num_tokens * np.dtype(found.header.dtype).itemsize
+    if not found.tokens.is_file() or found.tokens.stat().st_size != size:
+        raise _damaged(found.tokens)
+    if not (folder / DOCUMENTS).is_file():
+        raise _damaged(folder / DOCUMENTS)
     return found
 
 
@@ -315,8 +316,7 @@ def _write_portions(
             written[number] = _write_portion(places[number], todo[number], recipe, encoder, advance)
     else:
         jobs = [(places[number], todo[number]) for number in missing]
-        spec = BYTES if recipe.tokenizer is None else str(folder / TOKENIZER)
-        found = _in_processes(jobs, spec, recipe, min(workers, len(jobs)), advance)
+        found = _in_processes(jobs, recipe, min(workers, len(jobs)), advance)
         written |= zip(missing, found, strict=True)
     return [written[number] for number in range(len(todo))]
 
@@ -407,30 +407,19 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    is_right = isinstance(found, np.ndarray) and found.dtype == np.int64 and found.ndim == 1
-    return found if is_right else None
-
-
 # ---------------------------------------------------------------------- processes
 
 
 def _in_processes(
     jobs: Sequence[tuple[Path, Portion]],
-    tokenizer: str,
     recipe: Recipe,
     workers: int,
     advance: Callable[[int, int], None],
 ) -> list[_Written]:
     context = multiprocessing.get_context("spawn")  # the threads of the package tokenizers survive no fork
     progress = context.Array("q", 3)  # bytes, tokens, and 1 to stop
-    settings = (tokenizer, recipe.text_field, recipe.end_of_document, progress)
     reported = 0, 0
-    with ProcessPoolExecutor(workers, context, _begin_worker, settings) as pool:
+    with ProcessPoolExecutor(workers, context, _begin_worker, (recipe, progress)) as pool:
         futures: list[Future[_Written]] = [pool.submit(_work, *job) for job in jobs]
         waiting = set(futures)
         try:
@@ -461,14 +450,12 @@ _worker: tuple[Recipe, Tokenizer, Any]
 """Recipe, tokenizer and progress of this worker process."""
 
 
-def _begin_worker(tokenizer: str, text_field: str, end_of_document: int | None, progress: Any) -> None:
+def _begin_worker(recipe: Recipe, progress: Any) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one stops it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel
     threading.Thread(target=_end_with_parent, daemon=True, name="parent-watch").start()
-    content = tokenizer_content(tokenizer)
-    recipe = Recipe(tokenizer=content, text_field=text_field, end_of_document=end_of_document)
-    _worker = recipe, tokenizer_from(content), progress
+    _worker = recipe, tokenizer_from(recipe.tokenizer), progress
 
 
 def _end_with_parent() -> None:

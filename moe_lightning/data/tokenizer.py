@@ -146,7 +146,7 @@ def _windows(chunks: Iterable[bytes]) -> Iterator[list[tuple[int, str]]]:
 
 @dataclass(frozen=True)
 class _Window:
-    """FilePart of a text from the character `start` on, and its tokens."""
+    """Part of a text from the character `start` on, and its tokens."""
 
     start: int
     text: str
