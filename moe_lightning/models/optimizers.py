@@ -80,6 +80,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steepest at zero."""
 
+_ITERATIONS = 5
+
 
 class Muon(GroupOptimizer):
     """Momentum whose update is the nearest orthogonal matrix, so that every direction is learned alike.
@@ -89,11 +91,9 @@ class Muon(GroupOptimizer):
         lr: learning rate; an orthogonal update is scaled to the size of AdamW's, so that one rate serves both.
         weight_decay: decoupled.
         momentum: of the matrices, with Nesterov's look ahead.
-        ns_steps: Newton-Schulz iterations.
         betas, eps: of AdamW.
         matrices: which matrices a parameter holds: "one", a "stack" of them along its first dimension, or "none",
             which AdamW updates.
-        ns_dtype: of the iteration.
     """
 
     def __init__(
@@ -102,15 +102,13 @@ class Muon(GroupOptimizer):
         lr: float = 3e-4,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
-        ns_steps: int = 5,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         matrices: str = "one",
-        ns_dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps, "betas": betas,
-            "eps": eps, "matrices": matrices, "ns_dtype": ns_dtype,
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps,
+            "matrices": matrices,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -136,8 +134,7 @@ class Muon(GroupOptimizer):
         for weight, update in zip(parameter, ahead, strict=True) if stacked else [(parameter, ahead)]:
             matrix = update.flatten(1)
             scale = 0.2 * math.sqrt(max(matrix.shape))
-            orthogonal = orthogonalised(matrix, steps=group["ns_steps"], dtype=group["ns_dtype"])
-            weight.add_(orthogonal.view_as(weight), alpha=-group["lr"] * scale)
+            weight.add_(orthogonalised(matrix).view_as(weight), alpha=-group["lr"] * scale)
 
     def _update_elements(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
@@ -162,13 +159,13 @@ class Muon(GroupOptimizer):
         )
 
 
-def orthogonalised(matrix: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:
+def orthogonalised(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """About U V' of the singular value decomposition U S V' of [m, n]; zeros of zeros."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype).T if is_tall else matrix.to(dtype)
     x = x / x.norm().clamp_min(1e-7)
-    for _ in range(steps):
+    for _ in range(_ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if is_tall else x).to(matrix.dtype)

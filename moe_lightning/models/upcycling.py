@@ -15,6 +15,7 @@ from torch import nn
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, effects, validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.kernels.interface import GATED
 from moe_lightning.models.huggingface.architecture import (
     Architecture,
     DroppingLayerNorm,
@@ -22,7 +23,7 @@ from moe_lightning.models.huggingface.architecture import (
 )
 from moe_lightning.models.huggingface.families import FAMILIES, OUR_ROUTER, Family
 from moe_lightning.models.huggingface.loading import config_from
-from moe_lightning.models.huggingface.weights import ExpertReader, GatedFeedForward, PlainFeedForward
+from moe_lightning.models.huggingface.weights import DenseFeedForward
 from moe_lightning.moe.experts import Activation
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.randomness import StreamDropout
@@ -134,7 +135,7 @@ class DenseFamily:
             ranks; None: the model's own stays.
     """
 
-    reader: ExpertReader
+    reader: DenseFeedForward
     layers: Callable[[nn.Module], Iterator[DenseLayer]]
     activation: str = "hidden_act"
     auto_class: str = "AutoModelForCausalLM"
@@ -162,12 +163,11 @@ class UpcycledArchitecture(Architecture):
         self._new_modules = new_modules
         self._prefixes: dict[str, str] = {}
         self.auto_class = self._family.auto_class
-        self.reader = self._family.reader
+        self.reader: DenseFeedForward = self._family.reader
         if getattr(config, "mlp_bias", False):
             raise ConfigurationError(f"mlp_bias=true of this {config.model_type} is not known: only false is")
         name = str(getattr(config, self._family.activation))
-        is_gated = isinstance(self.reader, GatedFeedForward)
-        if name not in _ACTIVATIONS or (_ACTIVATIONS[name] == "swiglu") != is_gated:
+        if name not in _ACTIVATIONS or (_ACTIVATIONS[name] in GATED) != (len(self.reader.up) == 2):
             raise ConfigurationError(
                 f"the activation {name!r} of this {config.model_type} is not one that experts have"
             )
@@ -191,7 +191,7 @@ class UpcycledArchitecture(Architecture):
                 sparse.num_experts,
                 sparse.router,
                 activation=self._activation,
-                bias=isinstance(self.reader, PlainFeedForward),
+                bias=self.reader.has_biases,
             )
             layer.replace(moe)
             self.layers[layer.block] = moe
@@ -314,12 +314,13 @@ def _moe_config(model_type: str, config: Any, sparse: SparseLayers, others: Mapp
 
 
 def _llama_like(exported: Callable[[Any, SparseLayers], tuple[Any, Family]]) -> DenseFamily:
-    return DenseFamily(reader=GatedFeedForward(), layers=_llama_layers, exported=exported)
+    reader = DenseFeedForward(up=("gate_proj", "up_proj"), down="down_proj")
+    return DenseFamily(reader=reader, layers=_llama_layers, exported=exported)
 
 
 DENSE_FAMILIES: dict[str, DenseFamily] = {
     "gpt2": DenseFamily(
-        reader=PlainFeedForward(up="c_fc", down="c_proj", is_transposed=False),
+        reader=DenseFeedForward(up=("c_fc",), down="c_proj", has_biases=True, is_transposed=False),
         layers=_gpt2_layers,
         activation="activation_function",
     ),
@@ -327,7 +328,7 @@ DENSE_FAMILIES: dict[str, DenseFamily] = {
     "mistral": _llama_like(_as_mixtral),
     "qwen3": _llama_like(_as_qwen3_moe),
     "swinv2": DenseFamily(
-        reader=PlainFeedForward(up="intermediate.dense", down="output.dense", is_transposed=True),
+        reader=DenseFeedForward(up=("intermediate.dense",), down="output.dense", has_biases=True),
         layers=_swin_layers,
         auto_class="AutoModelForImageClassification",
         keyed=_swin_keyed,

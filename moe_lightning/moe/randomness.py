@@ -109,10 +109,7 @@ class SampleStream:
         generator in the place of the step.
         """
         step = self.step if self._is_driven else int(torch.randint(0, 1 << 62, (1,), device="cpu"))
-        key = self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + step + 1
-        return self._draw(torch_kernels.mixed(key), num_rows)
-
-    def _draw(self, key: int, num_rows: int) -> ops.Draw:
+        key = torch_kernels.mixed(self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + step + 1)
         here = max(1, num_rows // self.num_samples) if self.num_samples else 1  # fewer rows: of a part of the samples
         return ops.Draw(key=key, first=self.first_sample, here=here, parts=self.parts, part=self.part)
 

@@ -385,48 +385,39 @@ def _alternate(halves: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedFeedForward:
-    """One dense gated feed-forward layer, which every expert copies: LLaMA."""
-
-    def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
-        gate_FD, up_FD, down_DF = (weights.read(name) for name in self._of_layer(prefix))
-        return {"w_up": torch.cat([gate_FD, up_FD]).T, "w_down": down_DF.T}
-
-    def names(self, prefix: str, num_experts: int) -> set[str]:
-        return set(self._of_layer(prefix))
-
-    def _of_layer(self, prefix: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}{matrix}.weight" for matrix in ("gate_proj", "up_proj", "down_proj"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainFeedForward:
-    """One dense feed-forward layer of two matrices with biases, which every expert copies: GPT-2, SwinV2.
+class DenseFeedForward:
+    """One dense feed-forward layer, which every expert copies.
 
     Attributes:
-        up, down: names of the two layers.
+        up: names of its first layer, or of those of gate and up.
+        down: name of its last layer.
+        has_biases: its layers have biases; not of gated ones.
         is_transposed: matrices are [out, in], as nn.Linear has them, not [in, out].
     """
 
-    up: str
+    up: tuple[str, ...]
     down: str
-    is_transposed: bool
+    has_biases: bool = False
+    is_transposed: bool = True
 
     def read(self, weights: WeightsFolder, prefix: str, expert: int) -> dict[str, Tensor]:
-        up, b_up, down, b_down = (weights.read(name) for name in self._of_layer(prefix))
+        *up, down = (weights.read(f"{prefix}{layer}.weight") for layer in (*self.up, self.down))
         if self.is_transposed:
-            up, down = up.T, down.T
-        return {"w_up": up, "b_up": b_up, "w_down": down, "b_down": b_down}
+            rows = {"w_up": torch.cat(up).T, "w_down": down.T}
+        else:
+            rows = {"w_up": torch.cat(up, dim=1), "w_down": down}
+        if self.has_biases:
+            b_up, b_down = (weights.read(f"{prefix}{layer}.bias") for layer in (*self.up, self.down))
+            rows |= {"b_up": b_up, "b_down": b_down}
+        return rows
 
     def names(self, prefix: str, num_experts: int) -> set[str]:
-        return set(self._of_layer(prefix))
-
-    def _of_layer(self, prefix: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}{layer}.{kind}" for layer in (self.up, self.down) for kind in ("weight", "bias"))
+        kinds = ("weight", "bias") if self.has_biases else ("weight",)
+        return {f"{prefix}{layer}.{kind}" for layer in (*self.up, self.down) for kind in kinds}
 
 
 ExpertLayout = SeparateExperts | StackedExperts
 """The tensors of one block's experts on disk."""
 
-ExpertReader = ExpertLayout | GatedFeedForward | PlainFeedForward
+ExpertReader = ExpertLayout | DenseFeedForward
 """Reader of the experts' first weights."""
