@@ -334,8 +334,8 @@ class Dispatcher:
 
     def _send_and_receive(self, tokens_EN: IntArray, quota_EN: IntArray) -> tuple[IntArray, IntArray]:
         """This rank's row and column of the dispatch tensor, zero outside its group."""
-        send, recv = np.zeros_like(tokens_EN), np.zeros_like(tokens_EN)
-        ranks = list(next(group for group in self.groups if self.world.rank in group))
-        tokens, quota = (np.ascontiguousarray(table[:, ranks]) for table in (tokens_EN, quota_EN))
-        send[:, ranks], recv[:, ranks] = dispatch_splits(tokens, quota, ranks.index(self.world.rank))
-        return send, recv
+        if len(self.groups) > 1:
+            group = next(group for group in self.groups if self.world.rank in group)
+            in_group_N = np.isin(np.arange(self.world.size), group)
+            tokens_EN, quota_EN = tokens_EN * in_group_N, quota_EN * in_group_N
+        return dispatch_splits(tokens_EN, quota_EN, self.world.rank)
