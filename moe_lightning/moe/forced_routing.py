@@ -103,12 +103,12 @@ def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
         num_experts = len(next(iter(layers[0].values()))) if layers else 0
         steps = [step for step in by_layer.get(0, ()) if all(len(rows.get(step, ())) == num_experts for rows in layers)]
         shares = np.array([[rows[step] for step in steps] for rows in layers], dtype=np.float64)
+        if shares.ndim != 3 or not ((shares >= 0) & (shares <= 1)).all():
+            raise ValueError("no shares")
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror}): give an expert_load.csv") from error
     except (ValueError, KeyError, csv.Error) as error:
         raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv") from error
-    if shares.ndim != 3 or not ((shares >= 0) & (shares <= 1)).all():
-        raise ConfigurationError(f"{path} has no lines of step, layer, shares: give an expert_load.csv")
     return steps, shares
 
 

@@ -6,9 +6,10 @@ Shapes: T tokens of this rank, K choices, E experts, N ranks, D model width.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -92,6 +93,12 @@ class LayerStatistics:
 
     tokens_NE: Tensor
     computed_NE: Tensor
+
+    def __add__(self, other: LayerStatistics) -> LayerStatistics:
+        """Count the micro-batches, or passes, of both as one."""
+        return LayerStatistics(
+            tokens_NE=self.tokens_NE + other.tokens_NE, computed_NE=self.computed_NE + other.computed_NE
+        )
 
 
 @dataclass
@@ -301,10 +308,7 @@ class MoELayer(nn.Module):
 
     def join_statistics(self, of_micro_batches: Sequence[LayerStatistics]) -> None:
         """Count several micro-batches as one."""
-        self.statistics = LayerStatistics(
-            tokens_NE=torch.stack([one.tokens_NE for one in of_micro_batches]).sum(0),
-            computed_NE=torch.stack([one.computed_NE for one in of_micro_batches]).sum(0),
-        )
+        self.statistics = reduce(operator.add, of_micro_batches)
 
     @property
     def is_spent(self) -> bool:
@@ -440,14 +444,13 @@ class MoELayer(nn.Module):
         # Where no micro-batch is counted, a sum is closed by the backward pass through it, or by an update.
         is_open = self.router.stream.micro_batch is not None or (loss is not None and loss.requires_grad)
         is_further = self._passes.open_at == now
-        before, counts = self.statistics, LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
-        if is_trained and is_further and loss is not None and self.auxiliary_loss is not None:
-            loss = self.auxiliary_loss + loss
-        if is_trained and is_further and before is not None and self.router.stream.micro_batch is not None:
-            counts = LayerStatistics(
-                tokens_NE=before.tokens_NE + tokens_NE, computed_NE=before.computed_NE + computed_NE
-            )
-        if is_trained and not is_further and loss is not None:
+        counts = LayerStatistics(tokens_NE=tokens_NE, computed_NE=computed_NE)
+        if is_trained and is_further:
+            if loss is not None and self.auxiliary_loss is not None:
+                loss = self.auxiliary_loss + loss
+            if self.statistics is not None and self.router.stream.micro_batch is not None:
+                counts = self.statistics + counts
+        elif is_trained and loss is not None:
             is_unused = (
                 self._passes.open_at is not None
                 and self.auxiliary_loss is not None
