@@ -250,17 +250,13 @@ def samples_of(batch: StepSlice | None, loaders: object) -> str:
 
 def _require_common_weight(samplers: Sequence[StepSampler]) -> None:
     parts = max(sampler.cut.world_size * sampler.cut.num_micros for sampler in samplers)
-    sizes = sorted({sampler.cut.global_batch_size for sampler in samplers})
-    lengths = {(sampler.cut.global_batch_size, sampler.epoch_size) for sampler in samplers}
-    if len(sizes) > 1 and any(size % parts for size in sizes):
+    lengths = sorted({(sampler.cut.global_batch_size, sampler.epoch_size) for sampler in samplers})
+    are_unlike = len({batch for batch, _ in lengths}) > 1 and any(batch % parts for batch, _ in lengths)
+    end_apart = parts > 1 and len(lengths) > 1 and any(epoch % batch for batch, epoch in lengths)
+    if are_unlike or end_apart:
         raise ConfigurationError(
-            f"joined loaders of {sizes} samples a batch cannot be cut into {parts} parts alike, so their "
-            f"losses have no common weight: use one batch size, or multiples of {parts}"
-        )
-    if parts > 1 and len(lengths) > 1 and any(epoch % batch for batch, epoch in lengths):
-        raise ConfigurationError(
-            f"joined loaders of {sorted(epoch for _, epoch in lengths)} samples end in partial batches at different "
-            f"steps, so their losses have no common weight in {parts} parts: set drop_last=True"
+            f"joined loaders of (samples in a batch, in an epoch) {lengths} cannot be cut into {parts} parts alike, so "
+            f"their losses have no common weight: use one batch size, or multiples of {parts}, and drop_last=True"
         )
 
 

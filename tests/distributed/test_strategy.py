@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -304,11 +305,11 @@ def test_joined_loaders_are_weighed_right(sizes: tuple[int, int]) -> None:
 
 def test_joined_loaders_that_no_weight_fits_are_refused() -> None:
     for message in run_pooled(2, fit_two_loaders, (8, 5)):
-        assert "joined loaders of [5, 8] samples a batch cannot be cut into 2 parts alike" in message
+        assert re.search(r"joined loaders of .*\(5, \d+\), \(8, \d+\)\] cannot be cut into 2 parts alike", message)
         assert "use one batch size" in message
     for message in run_pooled(2, fit_two_loaders, (7, 7), False):
-        assert "joined loaders of [60, 96] samples end in partial batches at different steps" in message
-        assert "set drop_last=True" in message
+        assert re.search(r"joined loaders of .* \[\(7, 60\), \(7, 96\)\] cannot be cut into 2 parts alike", message)
+        assert "drop_last=True" in message
     assert not isinstance(run_pooled(1, fit_two_loaders, (7, 7), False)[0], str)
 
 
@@ -329,7 +330,7 @@ def validate_two_loaders(rank: int, world_size: int, sizes: tuple[int, int]) -> 
 def test_validation_of_joined_loaders_is_the_same_or_refused() -> None:
     assert run_pooled(4, validate_two_loaders, (8, 4))[0] == pytest.approx(validate_two_loaders(0, 1, (8, 4)), abs=1e-5)
     for message in run_pooled(4, validate_two_loaders, (8, 6)):
-        assert "joined loaders of [6, 8] samples a batch cannot be cut into 4 parts alike" in message
+        assert re.search(r"joined loaders of .* \[\(6, 18\), \(8, 24\)\] cannot be cut into 4 parts alike", message)
 
 
 # ---------------------------------------------------------------------- Lightning's own callbacks
