@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -58,12 +58,10 @@ from moe_lightning.state.transfer import Unit, Units, install, reshard, unit_of,
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseSharding, ReplicatedDense
 from moe_lightning.strategies.fsdp import (
-    gather_rest,
     is_sharded,
     materialise,
     replace_parameters,
     reshard_units,
-    set_gradient_sync,
     shard_dense,
     undo_shard,
 )
@@ -272,12 +270,13 @@ class DenseParts:
         if not self.is_in_rows:
             yield
             return
-        set_gradient_sync(self._state.module, now=False)
+        module: Any = self._state.module
+        module.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             if self.is_in_rows:  # a fault may have undone it
-                set_gradient_sync(self._state.module, now=True)
+                module.set_requires_gradient_sync(True)
 
     def resting_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the module's parameters as they are between steps, also inside of a step."""
@@ -295,9 +294,9 @@ class DenseParts:
         if not self.is_in_rows:
             yield
             return
-        module = self._state.module
+        module: Any = self._state.module
         if not module.automatic_optimization:
-            gather_rest(module)
+            module.unshard()  # what is outside of units, where an earlier pass has left it sharded
         yield
         if not module.automatic_optimization:
             end_backward(module)

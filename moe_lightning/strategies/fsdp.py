@@ -132,12 +132,6 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def set_gradient_sync(module: nn.Module, *, now: bool) -> None:
-    """Set if the next backward pass sums gradients over ranks, or leaves the sum to a later one."""
-    assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(now)
-
-
 @contextmanager
 def gathered(module: nn.Module) -> Generator[None, None, None]:
     """Keep all units gathered inside, for several forward and backward passes in any order, which may be interrupted;
@@ -176,12 +170,6 @@ def require_no_hooks(module: nn.Module, experts: Collection[nn.Parameter]) -> No
                 f"{name} has a hook of its gradient, which dense=fsdp and hsdp never call: use dense=ddp or zero1, or "
                 "change the gradient in on_before_optimizer_step"
             )
-
-
-def gather_rest(module: nn.Module) -> None:
-    """Gather what is outside of units, if it is not, for a backward pass through earlier forward passes; collective."""
-    assert isinstance(module, FSDPModule)
-    module.unshard()
 
 
 def reshard_units(module: nn.Module) -> None:
