@@ -149,18 +149,6 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def norms_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor in float32, summed in its own precision if that is higher, in few launches. The
-    public name computes in the tensors' precision.
-    """
-    norms = list[Tensor]()
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        wide = torch.promote_types(dtype, torch.float32)
-        found: Any = torch._foreach_norm([t for t in tensors if t.dtype == dtype], 2.0, dtype=wide)
-        norms += [norm.float() for norm in found]
-    return norms
-
-
 stock_norm: Callable[..., Tensor] = torch.no_grad()(clip_grad._get_total_norm.__wrapped__)  # type: ignore[attr-defined]
 """`torch.nn.utils.get_total_norm`, which `clip_norms_by` leaves as it is."""
 

@@ -363,8 +363,8 @@ def _norms_of_replicas(
             if stack.placement.is_replicated and parameter.requires_grad:
                 of_experts.append(_norms_of_experts(gradient, stack, stack.held(), -torch.inf, world.device))
         elif gradient is not None and gradient.layout is torch.strided and not is_cut(parameter):
-            dense.append(gradient)
-    norm = torch.zeros((), device=world.device) if not dense else torch.stack(private_torch.norms_of(dense)).norm()
+            dense.append(norm_of(gradient))
+    norm = torch.stack(dense).norm() if dense else torch.zeros((), device=world.device)
     return torch.cat([norm[None], *of_experts]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 

@@ -166,7 +166,7 @@ PROPERTIES = {
 
 OTHERS = {
     "_C", "_IS_INTERACTIVE", "_amp_foreach_non_finite_check_and_unscale_", "_base", "_buffers", "_device_types",
-    "_distributed_c10d", "_foreach_mul_", "_foreach_norm", "_get_backend", "_get_sequence_number_for_group",
+    "_distributed_c10d", "_foreach_mul_", "_get_backend", "_get_sequence_number_for_group",
     "_grouped_mm", "_to_copy", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
     "_symmetric_memory", "_timeout", "_unpickler", "_values", "_version", "_world", "_compiled_call_impl",
     "_composable", "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
@@ -323,14 +323,6 @@ def test_tensors_without_memory() -> None:
         large = torch.zeros(1 << 48) + 1
         made = torch.empty_like(existing, device="cpu")
     assert (large.untyped_storage().nbytes(), made.device.type) == (1 << 50, "cpu"), gone("FakeTensorMode")
-
-
-def test_norms_of_many_tensors_are_those_of_each() -> None:
-    tensors = [torch.full((4,), 3.0), torch.full((1,), 2.0, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float64)]
-    assert sorted(float(norm) for norm in private_torch.norms_of(tensors)) == [2.0, 2.0, 6.0], gone(
-        "torch._foreach_norm"
-    )
-    assert {norm.dtype for norm in private_torch.norms_of(tensors)} == {torch.float32}
 
 
 def test_functions_that_clip_are_replaced_under_every_name() -> None:
