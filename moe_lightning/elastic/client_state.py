@@ -112,6 +112,7 @@ class ClientState:
         rejection: of this process, until a world admits it.
         is_evicted: `rename` and introduce this process again.
         progress: count of its steps.
+        world_exists: answer of the host to `ask_for_world`; None without one.
         outbox: messages for the host, in order.
         broken: numbers of worlds whose waits must end.
     """
@@ -122,7 +123,6 @@ class ClientState:
         self._finishes = _Finishes()
         self._waiting_since: float | None = None  # newcomers wait
         self._next_beat = 0.0
-        self._sync: tuple[int, bool | None] = (0, None)  # number of the last question whether a world exists, answer
         birth_ns = task.now_ns if task.birth_ns is None else task.birth_ns
         self.member_id = new_member_id(task.node, task.token, birth_ns)
         self.world: JoinedWorld | None = None
@@ -130,6 +130,7 @@ class ClientState:
         self.rejection: Rejection | None = None
         self.is_evicted = False
         self.progress = 0
+        self.world_exists: bool | None = None
         self.outbox: list[Message] = []
         self.broken: list[int] = []
 
@@ -224,14 +225,9 @@ class ClientState:
         return since is not None and now - since >= self._task.settings.join_window_s
 
     def ask_for_world(self) -> None:
-        """Ask the host if a world exists; `world_exists` has its answer."""
-        self._sync = (self._sync[0] + 1, None)
-        self._send(t="sync", n=self._sync[0])
-
-    @property
-    def world_exists(self) -> bool | None:
-        """Answer to the last question; None without one."""
-        return self._sync[1]
+        """Ask the host if a world exists."""
+        self.world_exists = None
+        self._send(t="sync")
 
     def leave(self) -> None:
         """Leave for good."""
@@ -282,8 +278,8 @@ class ClientState:
                 self._finishes.newest = max(self._finishes.newest, finished)
                 if self._finishes.before is None:
                     self._finishes.before = finished
-            case {"t": "synced", "n": int(number), "exists": bool(exists)} if number == self._sync[0]:
-                self._sync = (number, exists)
+            case {"t": "synced", "exists": bool(exists)}:
+                self.world_exists = exists
             case {
                 "t": "formed", "number": int(number), "members": list(packed), "probes": dict(probes),
                 "settled": bool(has_set_up),

@@ -632,9 +632,8 @@ class RendezvousState:
             case {"t": "alive", "progress": int(progress)}:  # a heartbeat that its launcher has answered
                 if member is not None:
                     self._record_progress(member, progress, now)
-            case {"t": "sync", "n": int(number)}:
-                exists = self.world is not None and not self.world.is_over
-                self.clients.send(connection, t="synced", n=number, exists=exists, finished=self._finished)
+            case {"t": "sync"}:
+                self.clients.send(connection, t="synced", exists=self.world is not None and not self.world.is_over)
             case {"t": str(kind)} if member is not None:
                 self._receive_from_member(member, kind, message, now)
             case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "reachable" | "finish"}:

@@ -245,16 +245,6 @@ def test_newcomers_of_one_moment_join_together() -> None:
     assert not state.has_newcomers(100.0)
 
 
-def test_an_answer_to_an_older_question_is_ignored() -> None:
-    state = client()
-    state.ask_for_world()
-    state.ask_for_world()
-    state.receive({"t": "synced", "n": 1, "exists": True}, 0.0)
-    assert state.world_exists is None
-    state.receive({"t": "synced", "n": 2, "exists": False}, 0.0)
-    assert state.world_exists is False
-
-
 def test_a_change_says_who_left_and_who_joined() -> None:
     a, b, c, d, *others = (new_member_id(node, "t", birth) for birth, node in enumerate("aabcdefg"))
 
