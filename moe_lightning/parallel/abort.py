@@ -131,11 +131,7 @@ class GroupAborter:
 
     def tune(self) -> None:
         """Set TCP options on these connections so that lost packets are sent again soon."""
-        for connection in self.connections:
-            found = _same(connection)
-            if found is not None:
-                with closing(found), suppress(OSError):  # it has ended; who uses it will see
-                    tune(found)
+        self._apply(tune)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -195,8 +191,14 @@ class GroupAborter:
         self.connections |= frozenset(open_connections()) - self._before
 
     def _cut_all(self) -> None:
+        self._apply(lambda connection: connection.shutdown(socket.SHUT_RD))
+
+    def _apply(self, act: Callable[[socket.socket], None]) -> None:
+        """Call a function with each connection that has not ended; who uses one that ends meanwhile will see."""
         for connection in self.connections:
-            _shut_down(connection)
+            if (found := _same(connection)) is not None:
+                with closing(found), suppress(OSError):
+                    act(found)
 
 
 _STUCK_S = 2.0  # an abort frees a collective at once, if it does
@@ -236,18 +238,6 @@ def open_connections() -> Iterator[Connection]:
             if ends is not None:
                 inode = os.fstat(found.fileno()).st_ino
                 yield Connection(descriptor=int(name), inode=inode, local=ends[0], peer=ends[1])
-
-
-def _shut_down(connection: Connection) -> None:
-    """Shut a socket's reading down."""
-    found = _same(connection)
-    if found is None:
-        return
-    with closing(found):
-        try:
-            found.shutdown(socket.SHUT_RD)
-        except OSError as error:  # the peer closed it between the look and the cut
-            logger.debug("connection to %s was closed already: %s", connection.peer, error)
 
 
 def _same(connection: Connection) -> socket.socket | None:
