@@ -321,14 +321,12 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Head:
+class Head(Columns):
     """A linear layer from this rank's positions to the vocabulary at all positions: whole logits, or this rank's tokens
     inside of `parted_logits`.
     """
 
-    def shares(self, module: nn.Linear) -> Mapping[str, Shares]:
-        share = Shares(dim=0, sections=(module.weight.shape[0],), of="tokens of the vocabulary")
-        return {name: share for name, _ in module.named_parameters(recurse=False)}
+    of: str = "tokens of the vocabulary"
 
     def __call__(self, module: nn.Linear, own: Callable[..., Any], ranks: TensorRanks, x: Tensor) -> Any:
         part = own(ranks.gather(x, _POSITIONS))
