@@ -799,7 +799,6 @@ def average_by(
     setup: Callable[..., None],
     should_update: Callable[..., bool],
     swap: Callable[[pl.LightningModule], None],
-    finish: Callable[[pl.LightningModule], None],
     load: Callable[..., None],
 ) -> None:
     """Let a callback work on averages that are not in a copy of the module, until `average_as_usual`. A hook for the
@@ -808,15 +807,15 @@ def average_by(
     Args:
         averages: has the methods `update_parameters` and `state_dict` of AveragedModel.
         setup, should_update, load: in the place of the callback's `setup`, `should_update` and `on_load_checkpoint`.
-        swap: exchanges weights and averages.
-        finish: gives the module the averages at the end of training.
+        swap: exchanges weights and averages. At the end of training the callback does not give them to the module:
+            that comes after all callbacks, so that checkpoints of the end have both weights.
     """
     callback._average_model = averages
     _replace(callback, "setup", setup)
     _replace(callback, "should_update", should_update)
     _replace(callback, "on_load_checkpoint", load)
     _replace(callback, "_swap_models", swap)
-    _replace(callback, "_copy_average_to_current", finish)
+    _replace(callback, "_copy_average_to_current", lambda module: None)
 
 
 def average_as_usual(callback: WeightAveraging) -> None:

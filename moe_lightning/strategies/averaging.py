@@ -93,7 +93,6 @@ class Averaging:
             setup=self._set_up,
             should_update=self._should_update,
             swap=lambda _: self.swap(),
-            finish=lambda _: None,  # `finish` comes after all callbacks: checkpoints of the end have both weights
             load=self._on_load_checkpoint,
         )
 
