@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -49,9 +48,7 @@ from moe_lightning.errors import ConfigurationError, StateDamagedError, WorldCut
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree, any_says
-from moe_lightning.strategies.checkpoints import Checkpoints
 from moe_lightning.strategies.committed_step import CommittedStep
-from moe_lightning.strategies.options import RunOptions
 from moe_lightning.strategies.recovery import (
     RecoveryPlanner,
     Stopwatch,
@@ -63,8 +60,10 @@ from moe_lightning.strategies.recovery import (
     set_up_data,
 )
 from moe_lightning.strategies.step_data import require_same_data
-from moe_lightning.strategies.train_state import TrainState
-from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport, Worlds, call_hook
+from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport, call_hook
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -117,27 +116,6 @@ class RecoveryPolicy:
     max_recoveries: int = 1000
     sources: RecoverySources | None = None
     protection: Callable[[], ProtectionLayout] | None = None
-
-
-class ChangingStrategy(Protocol):
-    """Strategy of this rank, `ExpertParallelStrategy`, as far as changes of the world need it."""
-
-    worlds: Worlds
-    state: TrainState
-    options: RunOptions
-    checkpoints: Checkpoints
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-    @property
-    def process_group_backend(self) -> str: ...
-
-    def set_present(self, world: World) -> None: ...
-
-    def leave_world(self) -> None: ...
-
-    def enter_world(self, world: World) -> None: ...
 
 
 class RepeatedFaults:
@@ -203,7 +181,7 @@ class ElasticWorlds:
         change_is_due: the ranks agreed to form another world before the next step.
     """
 
-    def __init__(self, strategy: ChangingStrategy, engine: Membership) -> None:
+    def __init__(self, strategy: ExpertParallelStrategy, engine: Membership) -> None:
         self._strategy, self._state, self.engine = strategy, strategy.state, engine
         self.members: Members | None = None
         self._policy = RecoveryPolicy()

@@ -509,7 +509,8 @@ class StageMap:
                 for prefix, part in module.named_modules(remove_duplicate=False)
                 for name in (*private_torch.parameters_of(part), *private_torch.buffers_of(part))
             }
-            self._shared = {name for name, _ in module.named_buffers() if cut.shares_buffer(name)}
+            owners = {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_buffers()}
+            self._shared = {name for name, owner in owners.items() if cut.is_outside(owner)}
 
     @property
     def world(self) -> World:

@@ -137,10 +137,6 @@ class StageCut:
         with self.whole():
             return [(part, self._stage_of[part]) for part in self.module.modules() if isinstance(part, MoELayer)]
 
-    def shares_buffer(self, name: str) -> bool:
-        """True if every stage has a buffer, because it is outside the blocks."""
-        return self.is_outside(self.module.get_submodule(name.rpartition(".")[0]))
-
     def is_outside(self, part: nn.Module) -> bool:
         """True if a part of the module is in no block, so that every stage runs its code."""
         return not any(part is inner for block in self._blocks for inner in block.modules())
