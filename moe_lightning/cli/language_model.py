@@ -460,15 +460,11 @@ def _with_adapter(network: Any, folder: Path) -> Any:
         warnings.filterwarnings("error", ".*Found missing adapter keys")
         try:
             return PeftModel.from_pretrained(network, str(folder))
-        except (UserWarning, RuntimeError) as error:
+        except Exception as error:  # of its file, its shapes and its kind, each with errors of its own
             raise CheckpointError(
-                f"{folder} is an adapter that does not fit {network.config.model_type}: it lacks tensors, or is of "
-                "another model or shape; export it again, or the merged weights (moe-ckpt export-hf without --adapter)"
-            ) from error
-        except Exception as error:  # of its file and of its kind, each with errors of its own
-            raise CheckpointError(
-                f"{folder} is an adapter that peft cannot load ({type(error).__name__}: {one_line(error)}): get the "
-                "folder again"
+                f"{folder} is an adapter that peft cannot load into {network.config.model_type} "
+                f"({type(error).__name__}: {one_line(error)[:200]}): get the folder again, or export the merged "
+                "weights (moe-ckpt export-hf without --adapter)"
             ) from error
 
 
