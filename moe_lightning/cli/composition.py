@@ -659,14 +659,7 @@ def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
     is_chosen = any(name.startswith(".".join((*parts[:2], ""))) for name in names)
     if parts[0] == "callbacks" and len(parts) > 1 and not is_chosen and parts[1] in choices("callbacks"):
         return f"there is no key '{key}', because callbacks.{parts[1]} is not chosen: add callbacks={parts[1]}"
-    if key.replace("/", ".") in names:
-        return f"there is no key '{key}': write {key.replace('/', '.')} with dots"
-    near = suggestion(key, names)
-    parent = key.rpartition(".")[0]
-    beside = sorted(name.rpartition(".")[2] for name in names if parent and name.rpartition(".")[0] == parent)
-    beside = [name for name in beside if not name.startswith("_")]
-    cure = f"{parent} has {', '.join(beside)}" if beside and not near else f"{listing} shows all keys"
-    return f"there is no key '{key}'{near}: see {listing}" if near else f"there is no key '{key}': {cure}"
+    return f"there is no key '{key}'{suggestion(key.replace('/', '.'), names)}: {listing} shows all keys"
 
 
 def known_keys(
