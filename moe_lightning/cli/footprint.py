@@ -92,9 +92,10 @@ def count_footprint(model: nn.Module, training: TrainingShape) -> Footprint:
     router = 2 * _LOSS_BYTES * layers[0].num_experts * len(layers) / len(kept.blocks)
     sent = float(_SENT_ROWS * top_k * number * down[1]) if training.num_ranks > 1 else 0.0
     logits = float(training.vocab_size * _LOSS_BYTES)
+    whole = sum(shape.numel() for shape in experts.shapes.values())  # of an expert without adapters, not quantised
     return Footprint(
         dense=_mean_bytes({p: p.numel() for p in dense}, states, computed, linear),
-        expert=_mean_bytes({p: p.shape[1:].numel() for p in stacks}, states, computed, stacks, _numbers(experts)),
+        expert=_mean_bytes({p: p.shape[1:].numel() for p in stacks}, states, computed, stacks, whole),
         block=kept.in_blocks / len(kept.blocks) / training.context_length + router,
         row=row,
         ends=kept.outside / training.context_length,
@@ -107,11 +108,6 @@ def count_footprint(model: nn.Module, training: TrainingShape) -> Footprint:
         keeps_freed=training.on_cpu,
         uneven=_UNEVEN if training.on_cpu and training.num_ranks > 1 else 0.0,
     )
-
-
-def _numbers(experts: Any) -> int:
-    """Return the parameters of an expert that is not quantised, without adapters."""
-    return sum(shape.numel() for shape in experts.shapes.values())
 
 
 def _mean_bytes(
