@@ -172,18 +172,14 @@ class Console(ProgressBar):
 
 def _progress_bar(console: RichConsole) -> Progress:
     """A bar where there is room for one; the count of steps and the times are never squeezed."""
-
-    def fixed() -> Column:
-        return Column(no_wrap=True)
-
     drawn = [BarColumn(bar_width=None)] if console.width >= _WIDE else []
     return Progress(
         *drawn,
-        MofNCompleteColumn(table_column=fixed()),
-        TimeElapsedColumn(table_column=fixed()),
-        TextColumn("<", table_column=fixed()),
-        TimeRemainingColumn(table_column=fixed()),
-        TextColumn("{task.fields[status]}", table_column=fixed()),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TextColumn("<"),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[status]}"),
         console=console,
         refresh_per_second=4,
         expand=bool(drawn),
