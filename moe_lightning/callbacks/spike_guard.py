@@ -213,9 +213,11 @@ class SpikeGuard(ExpertParallelCallback):
                     "callbacks, or optimizer_replay=true"
                 )
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _drop_copies(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """They are of another training, of other rows of experts, of other optimizers or of another world."""
         self._copies.clear()
+
+    on_train_start = on_before_experts_move = on_optimizers_replaced = on_world_changed = _drop_copies
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -285,18 +287,6 @@ class SpikeGuard(ExpertParallelCallback):
         logger.warning("%s", spike)
         if self._path is not None:
             append_rows(self._path, _COLUMNS, [[*spike[:-1], " ".join(map(str, spike.samples))]])
-
-    @override
-    def on_before_experts_move(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._copies.clear()  # they are of other rows
-
-    @override
-    def on_optimizers_replaced(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._copies.clear()  # they are of the others
-
-    @override
-    def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._copies.clear()
 
     @override
     def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
