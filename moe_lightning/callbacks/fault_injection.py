@@ -222,16 +222,6 @@ def trace_absences(path: Path, num_slots: int, *, start_s: float, speed: float) 
     return slot_absences(events, num_slots, speed=speed)
 
 
-def next_loss_s(absences: Sequence[Absence], time_s: float) -> float | None:
-    """The next moment after `time_s` at which the slot loses its node."""
-    return min((absence.from_s for absence in absences if absence.from_s > time_s), default=None)
-
-
-def returns_at_s(absences: Sequence[Absence], time_s: float) -> float:
-    """From when on the slot has a node: `time_s` itself where it has one."""
-    return next((absence.to_s for absence in absences if absence.covers(time_s)), time_s)
-
-
 def start_timer(began_s: float, absences: Sequence[Absence], lose: Callable[[], None]) -> threading.Timer | None:
     """Call a function when the slot loses its node the next time; None if it never does.
 
@@ -240,11 +230,11 @@ def start_timer(began_s: float, absences: Sequence[Absence], lose: Callable[[], 
         absences: of the slot.
         lose: takes the node away.
     """
-    now_s = time.time()
-    loss_s = next_loss_s(absences, now_s - began_s)
-    if loss_s is None:
+    now_s = time.time() - began_s
+    losses = [absence.from_s for absence in absences if absence.from_s > now_s]
+    if not losses:
         return None
-    timer = threading.Timer(max(0.0, began_s + loss_s - now_s), lose)
+    timer = threading.Timer(min(losses) - now_s, lose)
     timer.daemon = True
     timer.start()
     return timer
@@ -495,9 +485,10 @@ class FaultInjection(ExpertParallelCallback):
         """A process that was started in an empty slot waits until a node comes."""
         if not (self._marks / "trace").exists():
             return  # the run begins
-        elapsed_s = time.time() - self._began_s()
-        returns_s = returns_at_s(absences, elapsed_s)
-        time.sleep(min(max(0.0, returns_s - elapsed_s), _FOREVER_S))
+        now_s = time.time() - self._began_s()
+        absence = next((absence for absence in absences if absence.covers(now_s)), None)
+        if absence is not None:
+            time.sleep(min(absence.to_s - now_s, _FOREVER_S))
 
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:

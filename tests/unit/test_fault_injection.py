@@ -160,3 +160,16 @@ def test_a_node_is_lost_at_its_time_or_not_at_all() -> None:
     later.join(timeout=30)
     assert len(lost) == 1
     assert start_timer(time.time(), [Absence(from_s=0.0)], lambda: None) is None, "lost already"
+
+
+def test_a_slot_waits_until_its_node_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(fault_injection.time, "sleep", waits.append)
+    faults = FaultInjection(str(tmp_path))
+    faults._wait_for_node([Absence(from_s=0.0, to_s=100.0)])
+    assert not waits, "the run begins"
+    (tmp_path / "trace").touch()
+    faults._wait_for_node([Absence(from_s=500.0)])
+    faults._wait_for_node([Absence(from_s=0.0, to_s=100.0)])
+    assert len(waits) == 1
+    assert 50 < waits[0] <= 100

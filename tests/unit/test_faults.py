@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -12,13 +11,10 @@ from hypothesis import strategies as st
 from moe_lightning.callbacks.fault_injection import (
     KINDS,
     PLACES,
-    Absence,
     Fault,
     Kind,
     distinct,
-    next_loss_s,
     parse_faults,
-    returns_at_s,
     slot_absences,
 )
 from moe_lightning.errors import ConfigurationError
@@ -113,17 +109,7 @@ def test_slots_are_taken_as_often_as_there_are_nodes(cluster: tuple[list[Event],
         now_s = (begin_s + end_s) / 2 / speed
         free = sum(any(absence.covers(now_s) for absence in slot) for slot in absences)
         assert free == num_slots - len(live)
-        losses = sum(next_loss_s(slot, begin_s / speed - 1e-6) == begin_s / speed for slot in absences)
+        losses = sum(any(absence.from_s == begin_s / speed for absence in slot) for slot in absences)
         assert losses >= len(change.failed)
     for slot in absences:
         assert all(before.to_s <= after.from_s for before, after in pairwise(slot))
-
-
-def test_a_slot_waits_until_its_node_comes() -> None:
-    slot = (Absence(from_s=2.0, to_s=5.0), Absence(from_s=9.0))
-    assert returns_at_s(slot, 1.0) == 1.0
-    assert returns_at_s(slot, 2.0) == 5.0
-    assert returns_at_s(slot, 9.5) == math.inf
-    assert next_loss_s(slot, 0.0) == 2.0
-    assert next_loss_s(slot, 5.0) == 9.0
-    assert next_loss_s(slot, 9.0) is None
