@@ -72,7 +72,7 @@ _ATTEMPTS = 3  # to build the groups of the first world
 _MOST_REPEATS = 3  # of one fault in one step, without a lost rank
 
 
-def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[Members, World] | None:
+def first_world(engine: Membership, build: Callable[[Members], World]) -> World | None:
     """Joined at once with all others; None where a run is under way.
 
     Where nobody was lost, its groups are built again: a machine with more to do than it has cores may not have
@@ -90,7 +90,7 @@ def first_world(engine: Membership, build: Callable[[Members], World]) -> tuple[
         if engine.withdraw_if_early():
             return None
         try:
-            return members, build(members)
+            return build(members)
         except Exception as error:
             if attempts == _ATTEMPTS or not is_world_fault(error, engine.reason):
                 raise
@@ -206,8 +206,7 @@ class ElasticWorlds:
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
         first = first_world(self.engine, self._build)
         if first is not None:
-            self.members, world = first
-            return world
+            return first
         self.is_newcomer = True
         task = self.engine.task
         place = min(task.slot, task.expected - 1), task.expected
@@ -651,7 +650,7 @@ class ElasticWorlds:
         if plan.level != "live" or not (self.is_newcomer or world.rank in plan.live_ranks):
             self.step.begin_overwriting()
         units = fetch_dense(state, plan, world) if plan.level == "live" else {}
-        state.transfer.enter_world(world, repair.placements, plan.held, plan.nodes)
+        state.transfer.enter_world(world, repair.placements, plan.held)
         self._strategy.set_present(world)  # from here on the new world is the present one
         if plan.level != "live":  # else it comes with the optimizers
             is_old = all_gather_json(not self.is_newcomer, world)

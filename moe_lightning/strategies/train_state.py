@@ -479,25 +479,23 @@ class StateTransfer:
         if self._state.parts.is_enabled:
             self._state.parts.install(units, world)
 
-    def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray, nodes: Sequence[str]) -> None:
+    def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray) -> None:
         """Move experts to the ranks of a world's placements, and drop the stages that this rank will not hold;
         collective there.
 
         Args:
             placements: one for each layer of all stages, over all ranks.
             held: bool [L, E, N], what each rank still holds.
-            nodes: of the ranks.
         """
         ranks = self._state.stages.ranks_in(range(world.size))
         everyone = world if all(len(own) == world.size for own in ranks) else None
-        self._move_experts(world, placements, held, nodes, ranks, world.own_stage or everyone)
+        self._move_experts(world, placements, held, ranks, world.own_stage or everyone)
 
     def _move_experts(
         self,
         world: World,
         placements: Sequence[Placement],
         held: BoolArray,
-        nodes: Sequence[str],
         ranks: Sequence[Sequence[int]],
         among: World | None,
     ) -> None:
@@ -509,7 +507,7 @@ class StateTransfer:
         self._hold({*stages.held, *own})
         here = stages.numbers
         at = {number: index for index, number in enumerate(here)}  # sources are chosen with a view to all layers
-        everyones = plan_migration(held, placements, nodes)
+        everyones = plan_migration(held, placements, world.nodes)
         transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
         experts.enter_world(world, [placements[number] for number in here], held[here], optimizers, transfers)
         if stages.cut is None:
@@ -537,12 +535,12 @@ class StateTransfer:
             held, stages.layers_of(ranks), nodes=nodes, min_replicas=min_replicas, max_slots=state.max_slots
         )
         if stages.cut is None:
-            self._move_experts(world, repair.placements, held, nodes, ranks, None)
+            self._move_experts(world, repair.placements, held, ranks, None)
             return
         state.parts.leave_world()
         units = self._fetch(ranks, world, Part())
         agree(world)
-        self._move_experts(world, repair.placements, held, nodes, ranks, None)
+        self._move_experts(world, repair.placements, held, ranks, None)
         alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
         self.install(units, alone)
         self._worlds.set_present(alone)  # where nothing is cut
