@@ -594,7 +594,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         try:
             self._close(wait=True)
         except LateCheckpoint as error:
-            rank_zero_warn(f"{error.problem}; training goes on, and the next checkpoint holds everything")
+            rank_zero_warn(f"{error}; training goes on, and the next checkpoint holds everything")
 
     def _close(self, *, wait: bool, last_good: int | None = None) -> None:
         """End the session.

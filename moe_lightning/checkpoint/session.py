@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import override
-
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.agent_handle import LEAVE_S, AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.agreement import Agreement
@@ -97,19 +95,7 @@ class Opening:
 
 
 class LateCheckpoint(CheckpointError):
-    """The last checkpoint of a session was not written in time; raised on every rank.
-
-    Attributes:
-        problem: without the cure.
-    """
-
-    def __init__(self, problem: str, cure: str) -> None:
-        super().__init__(problem, cure)  # what a copy in another process is made of
-        self.problem = problem
-
-    @override
-    def __str__(self) -> str:
-        return "".join(self.args)
+    """The last checkpoint of a session was not written in time; raised on every rank."""
 
 
 class CheckpointSession:
@@ -365,15 +351,16 @@ class CheckpointSession:
                 before = status.committed_step
                 last = "there is no whole one" if before is None else f"the last whole one is step {before}"
                 waited = f"{time.monotonic() - began:.1f} s"
-                problem = f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
+                cure = _cure_of(self._opening.arenas)
+                problem = f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}{cure}"
                 if gone:
-                    raise CheckpointError(f"{problem}{_cure_of(self._opening.arenas)}")
+                    raise CheckpointError(problem)
                 break
             time.sleep(pause_s(self._opening.root))
         status = self.status()
         problems = all_gather_json(problem, self._world)  # every rank of the node has read the status
         if late := next(filter(None, problems), None):
-            raise LateCheckpoint(str(late), _cure_of(self._opening.arenas))
+            raise LateCheckpoint(str(late))
         if agent is not None:
             agent.leave(max(LEAVE_S, deadline - time.monotonic()))
             if self._opening.arenas.is_dir() and not any(self._opening.arenas.glob(ARENAS)):

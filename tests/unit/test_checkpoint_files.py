@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import pickle
 import random
 import re
 import threading
@@ -29,7 +28,7 @@ from moe_lightning.checkpoint import commit, files, session
 from moe_lightning.checkpoint.agent_handle import LOCK, AgentHandle, AgentStatus
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.files import check_file, load_plain, load_trusted, read_file, write_file
-from moe_lightning.checkpoint.session import CheckpointSession, LateCheckpoint, Opening
+from moe_lightning.checkpoint.session import CheckpointSession, Opening
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.cli.run_directory import RunDirectory
@@ -180,12 +179,6 @@ def test_a_checkpoint_of_step_0_is_committed_like_others() -> None:
     own: Any = SimpleNamespace(status=lambda: status, _opening=SimpleNamespace(session="1"))
     assert CheckpointSession._has_committed(own, 0)
     assert not CheckpointSession._has_committed(own, 1)
-
-
-def test_a_late_checkpoint_is_reported_to_another_process() -> None:
-    """As launchers of processes do with what a rank raised."""
-    received = pickle.loads(pickle.dumps(LateCheckpoint("it is late", ": use faster storage")))  # noqa: S301
-    assert (str(received), received.problem) == ("it is late: use faster storage", "it is late")
 
 
 def test_an_agent_that_serves_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
