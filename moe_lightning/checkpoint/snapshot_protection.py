@@ -168,7 +168,7 @@ class Protector:
         self._report: ProtectionReport | None = None
         self._prepared: int | None = None
         self._packed = torch.empty(0, dtype=torch.uint8)
-        self._has_begun = self._has_retired = False
+        self._has_begun = False
 
     def prepare(self, table: SnapshotIndex) -> None:
         """Pack this rank's snapshot, so that `start` need not; local, from the thread that publishes snapshots
@@ -324,9 +324,8 @@ class Protector:
 
     def _retire_older_sessions(self, table: SnapshotIndex | None) -> None:
         """Delete the files of older sessions on this node, once this one has a version of its own."""
-        if table is None or self._has_retired:
+        if table is None:
             return
-        self._has_retired = True
         arenas = self._arena.path.parent
         for path in (*arenas.glob(COPIES), *arenas.glob(PARITIES)):
             if path.stem.partition(".")[2] < table.session:
