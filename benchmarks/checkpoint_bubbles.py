@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from benchmarks.measuring import own_cores
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
-from moe_lightning.checkpoint.snapshotter import SnapshotReport, Window
+from moe_lightning.checkpoint.schedule import Window
+from moe_lightning.checkpoint.snapshotter import SnapshotReport
 from moe_lightning.cli.short_training import ModelOptions, StepClock, gpt, on_ranks, quiet_trainer, random_text
 from moe_lightning.models.gpt_module import GPTModule, OptimizerConfig
 from moe_lightning.parallel.context import join_local_world

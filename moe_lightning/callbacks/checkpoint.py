@@ -29,9 +29,9 @@ from moe_lightning.checkpoint.directory import RECORD, WorldMark, headings, newe
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
-from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
+from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, Window
 from moe_lightning.checkpoint.session import CheckpointSession, LateCheckpoint, SavingPlace
-from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
+from moe_lightning.checkpoint.snapshotter import CopyWindows
 from moe_lightning.checkpoint.storage import absolute, place_of, shared_place, storage_of
 from moe_lightning.checkpoint.storage.interface import URL, exists
 from moe_lightning.compat import private_lightning

@@ -22,8 +22,9 @@ Shapes: L MoE layers, E experts a layer, K experts a turn, W = ceil(E / K) turns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -220,50 +221,32 @@ def window_bytes(
     return tuple(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotWindows:
-    """Bytes of a snapshot by the window in which they are copied, and the seconds that training waits for the rest."""
+class Window(Enum):
+    """Part of a step, as a copy sees it; the earlier ones are filled first."""
 
-    bubble_bytes: int
-    idle_bytes: int
-    compute_bytes: int
-    communication_bytes: int
-    stall_bytes: int
-    stall_s: float
-
-    @property
-    def total_bytes(self) -> int:
-        in_windows = self.bubble_bytes + self.idle_bytes + self.compute_bytes + self.communication_bytes
-        return in_windows + self.stall_bytes
+    BUBBLE = "bubble"
+    """In a batch, waiting for another stage of a pipeline."""
+    IDLE = "idle"
+    """Between two batches: waiting for data, validation."""
+    COMPUTE = "compute"
+    """In forward and backward, outside exchanges and bubbles."""
+    COMMUNICATION = "communication"
+    """In a token exchange."""
 
 
 def schedule_snapshot(
-    snapshot_bytes: int,
-    *,
-    bytes_per_s: float,
-    bubble_s: float = 0.0,
-    idle_s: float = 0.0,
-    compute_s: float,
-    communication_s: float = 0.0,
-    separate_link: bool = False,
-) -> SnapshotWindows:
-    """Fill the windows of one step in order.
+    snapshot_bytes: int, window_s: Mapping[Window, float], *, bytes_per_s: float
+) -> dict[Window, int]:
+    """Fill the windows of one step in order; the step stalls for bytes that fit into none.
 
     Args:
         snapshot_bytes: to be copied until the next update; 0 needs no window.
+        window_s: seconds of a step by window; without one that is missing. That of communication only if training
+            communicates over another link than the copy takes.
         bytes_per_s: of the copy.
-        bubble_s, idle_s, compute_s, communication_s: of a step.
-        separate_link: training communicates over another link than the copy takes.
     """
-    left, parts = snapshot_bytes, []
-    for window_s in (bubble_s, idle_s, compute_s, communication_s if separate_link else 0.0):
-        parts.append(int(min(left, window_s * bytes_per_s)))
-        left -= parts[-1]
-    return SnapshotWindows(
-        bubble_bytes=parts[0],
-        idle_bytes=parts[1],
-        compute_bytes=parts[2],
-        communication_bytes=parts[3],
-        stall_bytes=left,
-        stall_s=left / bytes_per_s,
-    )
+    left, copied = snapshot_bytes, {}
+    for window in Window:
+        copied[window] = int(min(left, window_s.get(window, 0.0) * bytes_per_s))
+        left -= copied[window]
+    return copied

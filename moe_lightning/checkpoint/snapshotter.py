@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from moe_lightning.checkpoint.arena import Arena, SnapshotIndex, block_bytes, capacity_of, digest_of
 from moe_lightning.checkpoint.commit import dump_object
-from moe_lightning.checkpoint.schedule import schedule_snapshot
+from moe_lightning.checkpoint.schedule import Window, schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Location, Piece, StatePiece, describe, is_expert_key
@@ -114,19 +113,6 @@ _STEPS = 5
 _RESERVE = 2.0
 _LONGEST_LOOK_S = 1e-3
 _STALL_S = 1e-3
-
-
-class Window(Enum):
-    """Part of a step, as a copy sees it."""
-
-    BUBBLE = "bubble"
-    """In a batch, waiting for another stage of a pipeline."""
-    IDLE = "idle"
-    """Between two batches: waiting for data, validation."""
-    COMPUTE = "compute"
-    """In forward and backward, outside exchanges and bubbles."""
-    COMMUNICATION = "communication"
-    """In a token exchange."""
 
 
 class RunningStep:
@@ -249,25 +235,17 @@ class CopyWindows:
         step = self.expected()
         if not step or not self._bytes_per_s:
             return frozenset(Window), 0.0
-        communication_s = step[Window.COMMUNICATION]
-        waits_s = communication_s if self._waits_are_idle else 0.0
-        plan = schedule_snapshot(
-            num_bytes,
-            bytes_per_s=self._bytes_per_s / self._reserve,
-            bubble_s=step[Window.BUBBLE],
-            idle_s=step[Window.IDLE] + waits_s,
-            compute_s=step[Window.COMPUTE],
-            communication_s=communication_s - waits_s,
-            separate_link=self._separate_link,
-        )
-        if plan.stall_bytes:
+        exchange_s = step[Window.COMMUNICATION]
+        if self._waits_are_idle:
+            exchange_s, step[Window.IDLE] = 0.0, step[Window.IDLE] + exchange_s
+        step[Window.COMMUNICATION] = exchange_s if self._separate_link else 0.0
+        copied = schedule_snapshot(num_bytes, step, bytes_per_s=self._bytes_per_s / self._reserve)
+        if sum(copied.values()) < num_bytes:
             return frozenset(Window), 0.0
-        used = {Window.BUBBLE, Window.IDLE}
-        if plan.compute_bytes:
-            used.add(Window.COMPUTE)
-        if plan.communication_bytes or self._waits_are_idle:
+        used = {window for window, size in copied.items() if size} | {Window.BUBBLE, Window.IDLE}
+        if self._waits_are_idle:
             used.add(Window.COMMUNICATION)
-        fits_bubbles = plan.bubble_bytes == num_bytes
+        fits_bubbles = copied[Window.BUBBLE] == num_bytes
         return frozenset(Window) if fits_bubbles else frozenset(used), step[Window.BUBBLE]
 
     # ------------------------------------------------------------------ the copying thread

@@ -16,7 +16,7 @@ from itertools import product
 from math import log
 from typing import Any
 
-from moe_lightning.checkpoint.schedule import schedule_snapshot
+from moe_lightning.checkpoint.schedule import Window, schedule_snapshot
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
@@ -226,13 +226,11 @@ def mesh_table(scenario: Scenario) -> str | None:
     schedule = f"{micro_batches} micro-batches" + f", {mesh.chunks} chunks a stage" * (mesh.chunks > 1)
     bytes_of = ("parameters", "gradients", "optimizer", "activations", "gathered")
     kept = min(experts, policy.k_snapshot or experts)
-    copied = schedule_snapshot(
-        round(save_cost(scenario.workload, hardware, policy, ranks, kept, kept).snapshot_bytes),
-        bytes_per_s=hardware.host_copy_bytes_per_s,
-        bubble_s=step.bubble_s,
-        compute_s=step.hiding * step.passes_s,
-    )
-    total = copied.total_bytes or 1
+    snapshot_bytes = round(save_cost(scenario.workload, hardware, policy, ranks, kept, kept).snapshot_bytes)
+    window_s = {Window.BUBBLE: step.bubble_s, Window.COMPUTE: step.hiding * step.passes_s}
+    copied = schedule_snapshot(snapshot_bytes, window_s, bytes_per_s=hardware.host_copy_bytes_per_s)
+    stall_s = (snapshot_bytes - sum(copied.values())) / hardware.host_copy_bytes_per_s
+    total = snapshot_bytes or 1
     dp_after, waiting = divmod(max(0, scenario.num_nodes - 1) * hardware.ranks_per_node, mesh.unit)
     is_live = _survives_a_node(mesh, ranks, hardware.ranks_per_node)
     state = "has all of the dense state" if is_live else "lacks dense state: snapshots or storage"
@@ -248,8 +246,8 @@ def mesh_table(scenario: Scenario) -> str | None:
         ),
         (
             "snapshot",
-            f"{100 * copied.bubble_bytes / total:.0f} % in bubbles, "
-            f"{100 * copied.compute_bytes / total:.0f} % under passes, {copied.stall_s:.3g} s of stall",
+            f"{100 * copied[Window.BUBBLE] / total:.0f} % in bubbles, "
+            f"{100 * copied[Window.COMPUTE] / total:.0f} % under passes, {stall_s:.3g} s of stall",
         ),
         ("node lost", f"dp {dp} -> {dp_after}, {waiting} ranks wait; who is left {state}"),
     ]

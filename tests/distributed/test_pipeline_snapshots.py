@@ -14,7 +14,8 @@ from torch import nn
 from benchmarks.checkpoint_bubbles import bubble_table
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.snapshotter import CopyWindows, Window
+from moe_lightning.checkpoint.schedule import Window
+from moe_lightning.checkpoint.snapshotter import CopyWindows
 from tests.agents import agent_ahead
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import train

@@ -30,8 +30,9 @@ from moe_lightning.checkpoint.arena import (
 )
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.memory import local_inventory
+from moe_lightning.checkpoint.schedule import Window
 from moe_lightning.checkpoint.session import SavingPlace, _node_name
-from moe_lightning.checkpoint.snapshotter import CopyWindows, Snapshotter, Window
+from moe_lightning.checkpoint.snapshotter import CopyWindows, Snapshotter
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import Layout, MeshShape
