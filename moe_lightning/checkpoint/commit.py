@@ -20,7 +20,7 @@ import struct
 import time
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -61,19 +61,11 @@ from moe_lightning.errors import CheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Location, Piece, is_expert_key, is_replayed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """Bytes before and after a tensor's raw bytes in an archive."""
-
-    prefix: bytes
-    suffix: bytes
-
-
 @lru_cache(maxsize=4096)
-def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
-    """The frame of tensors of a dtype and shape; empty for objects, which are stored as they are."""
+def frame_of(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Bytes before and after the raw bytes of a tensor in an archive; none for objects, which have no frame."""
     if dtype == OBJECT:
-        return Frame(prefix=b"", suffix=b"")
+        return b"", b""
     # Memory that nobody touches is not taken, and data that are skipped are a hole of the file, also in memory.
     # A fake tensor would do as well, but importing torch's compiler for it takes an agent longer than its first
     # checkpoint.
@@ -90,7 +82,7 @@ def frame_of(dtype: str, shape: tuple[int, ...]) -> Frame:
         file.seek(0)
         prefix = file.read(start)
         file.seek(start + record.file_size)
-        return Frame(prefix=prefix, suffix=file.read())
+        return prefix, file.read()
 
 
 def dump_metadata(stored: Iterable[Piece], paths: dict[str, str]) -> bytes:
@@ -262,12 +254,12 @@ class _Data:
             data = self._payload(piece)
             if digest_of(data) != piece.xxh3:
                 raise CheckpointError(f"the snapshot of {piece.key} at version {piece.version} is damaged in memory")
-            frame = frame_of(piece.dtype, piece.block.sizes)
-            for chunk in (frame.prefix, data.numpy(), frame.suffix):
+            prefix, suffix = frame_of(piece.dtype, piece.block.sizes)
+            for chunk in (prefix, data.numpy(), suffix):
                 yield chunk
                 digest.update(chunk)  # type: ignore[arg-type]  # any buffer
-            length = len(frame.prefix) + piece.nbytes + len(frame.suffix)
-            data_offset = offset + len(frame.prefix)
+            length = len(prefix) + piece.nbytes + len(suffix)
+            data_offset = offset + len(prefix)
             at = Location(file=self._name, offset=offset, length=length, data_offset=data_offset)
             self.stored.append(replace(piece, location=at))
             offset += length

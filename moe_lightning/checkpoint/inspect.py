@@ -29,7 +29,7 @@ from moe_lightning.checkpoint.directory import (
     headings,
     run_record_problem,
 )
-from moe_lightning.checkpoint.files import SUFFIX, read_checkpoint, read_file, tensors_in
+from moe_lightning.checkpoint.files import SUFFIX, read_checkpoint, read_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import storage_of
@@ -186,7 +186,7 @@ def export_file(path: Path, target: Place) -> int:
     tensors = model_tensors(values, path)
     if not tensors:
         raise ConfigurationError(f"{path.name} has no tensors to export")
-    return _write(tensors, target, {"step": str(summarise_file(path).step)}, trained_tokenizer(values))
+    return _write(tensors, target, {"step": str(step_of_file(values, path))}, trained_tokenizer(values))
 
 
 def tokenizer_beside(target: Place) -> Place:
@@ -322,26 +322,6 @@ def _root_of(path: Path) -> str | None:
     return root if isinstance(root, str) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileSummary:
-    """One checkpoint file in numbers.
-
-    Attributes:
-        step: optimizer steps taken.
-        tensors: of the model.
-        model_bytes: of these.
-        optimizer_bytes: of the optimizers' states.
-        disk_bytes: of the file.
-    """
-
-    name: str
-    step: int
-    tensors: int
-    model_bytes: int
-    optimizer_bytes: int
-    disk_bytes: int
-
-
 def checkpoint_values(path: Place) -> dict[str, Any]:
     """Read Lightning's values of a checkpoint, without tensors.
 
@@ -416,25 +396,16 @@ def newest_file(path: Place) -> Path | None:
     return next(iter(checkpoint_files(path)), None)
 
 
-def summarise_file(path: Path) -> FileSummary:
-    """Sizes and step of a checkpoint file.
+def step_of_file(values: Mapping[str, Any], path: Path) -> int:
+    """Optimizer steps taken before a checkpoint file was written.
 
     Raises:
-        CheckpointError: it is damaged, or Lightning did not write it.
+        CheckpointError: Lightning did not write it.
     """
-    checkpoint = read_checkpoint(path)
-    model = list(tensors_in(checkpoint["state_dict"]))
-    step = checkpoint.get("global_step", 0)
+    step = values.get("global_step", 0)
     if not isinstance(step, int):
         raise CheckpointError(f"{path} has no global_step: Lightning did not write it, give the path of a .ckpt file")
-    return FileSummary(
-        name=path.name,
-        step=step,
-        tensors=len(model),
-        model_bytes=_nbytes(model),
-        optimizer_bytes=_nbytes(tensors_in(checkpoint.get("optimizer_states"))),
-        disk_bytes=path.stat().st_size,
-    )
+    return step
 
 
 def model_tensors(values: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
@@ -455,5 +426,6 @@ def model_tensors(values: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _nbytes(tensors: Iterable[Tensor]) -> int:
+def dense_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, sparse ones left out."""
     return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)

@@ -6,11 +6,13 @@ import argparse
 import json
 import shlex
 from datetime import UTC, datetime
+from pathlib import Path
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint import inspect as checkpoints
 from moe_lightning.checkpoint.commit import prune as prune_all_but
-from moe_lightning.checkpoint.inspect import FileSummary, newest_file, summarise_file
+from moe_lightning.checkpoint.files import read_checkpoint, tensors_in
+from moe_lightning.checkpoint.inspect import dense_bytes, newest_file, step_of_file
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import exists
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     file = newest_file(arguments.path)
     if file is not None:
-        print(_facts_of_file(summarise_file(file)))
+        print(_facts_of_file(file))
         return 0
     checkpoint = checkpoints.resolve(arguments.path)
     manifest, versions_LE = checkpoint.manifest, checkpoint.expert_versions()
@@ -80,13 +82,15 @@ def _facts(*rows: tuple[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {printable(value)}" for name, value in rows)
 
 
-def _facts_of_file(summary: FileSummary) -> str:
+def _facts_of_file(path: Path) -> str:
+    values = read_checkpoint(path)
+    model = list(tensors_in(values["state_dict"]))
     return _facts(
-        ("checkpoint", summary.name),
-        ("taken after step", str(summary.step)),
-        ("model", f"{_size(summary.model_bytes)} in {summary.tensors} tensors"),
-        ("optimizers", _size(summary.optimizer_bytes)),
-        ("on disk", _size(summary.disk_bytes)),
+        ("checkpoint", path.name),
+        ("taken after step", str(step_of_file(values, path))),
+        ("model", f"{_size(dense_bytes(model))} in {len(model)} tensors"),
+        ("optimizers", _size(dense_bytes(tensors_in(values.get("optimizer_states"))))),
+        ("on disk", _size(path.stat().st_size)),
     )
 
 
