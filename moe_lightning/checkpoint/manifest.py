@@ -318,6 +318,8 @@ def check_coverage(
         CheckpointError: the first key for which that does not hold.
     """
     found = by_key(stored)
+    if not found:
+        raise CheckpointError("it holds no state")
     missing = sorted(set(required) - found.keys())
     if missing:
         raise CheckpointError(f"{missing[0]} is missing ({len(missing)} keys are)")
