@@ -206,7 +206,7 @@ def _is_carried(name: str, step: int, ranks: Collection[int]) -> bool:
     return match is not None and int(match[2]) != step and int(match[1]) in ranks
 
 
-_HOPE_S = 0.2
+_HOPE_S, _LONGEST_HOPE_S = 0.2, 2.0
 _LOCK_S = 0.1
 _LONGEST_PAUSE_S = 60.0
 _LAST_ATTEMPTS = 3  # failures in a row after which an agent that should leave gives up
@@ -457,11 +457,11 @@ class Agent:
             _log(f"what is old could not be deleted or read again at {where}: {reason}")
 
     def _end_job_if_void(self, job: Job) -> None:
-        """End the job if parts are missing that cannot come any more (checked every 0.2 s, as it reads tables)."""
+        """End the job if parts are missing that cannot come any more (with pauses that double, as it reads tables)."""
         now = time.monotonic()
-        if now - job.checked < _HOPE_S:
+        if now - job.looked_at < min(_LONGEST_HOPE_S, _HOPE_S * 2 ** min(job.looks, 10)):
             return
-        job.checked = now
+        job.looks, job.looked_at = job.looks + 1, now
         if is_void(job, self._arenas.values()):
             self._end_job(success=False, keep=False)
         elif will_lack_parts(job, self._arenas, self.root):

@@ -128,10 +128,6 @@ def _first_choice(agreed: Agreement | None, session: str, arenas: Sequence[Arena
     return Agreement(session=session, step=step, margin=margin)
 
 
-_PAUSE_S = 0.2
-_LONGEST_JOB_PAUSE_S = 5.0
-
-
 @dataclass
 class Job:
     """A step that is being persisted on this node.
@@ -140,8 +136,7 @@ class Job:
         written_at: when the last part of this node was written; before that, when the job began.
         agreed: with other nodes: this step's snapshot is the first of that step or later.
         written: arenas whose part is written.
-        checked: when it was last looked whether the parts will come.
-        asked, asked_at: how often, and when last, that the storage was asked for what others do.
+        looks, looked_at: how often, and when last, it was looked whether the parts will come.
     """
 
     session: str
@@ -153,9 +148,8 @@ class Job:
     agreed: int | None = None
     written: set[Path] = field(default_factory=set)
     nbytes: int = 0
-    checked: float = 0.0
-    asked: int = 0
-    asked_at: float = 0.0
+    looks: int = 0
+    looked_at: float = 0.0
 
 
 def has_work(arena: Arena) -> bool:
@@ -212,14 +206,7 @@ def left_behind(arenas: Mapping[Path, Arena], session: str) -> list[Path]:
 
 
 def others_advanced(root: Place, job: Job) -> bool:
-    """Return True if the other nodes persist another step, or have persisted one of a later session.
-
-    Checked with exponentially growing pauses, as it reads more than the missing parts.
-    """
-    now = time.monotonic()
-    if now - job.asked_at < min(_LONGEST_JOB_PAUSE_S, _PAUSE_S * 2 ** min(job.asked, 10)):
-        return False
-    job.asked, job.asked_at = job.asked + 1, now
+    """Return True if the other nodes persist another step, or have persisted one of a later session."""
     agreed = Agreement.read(root)
     is_ours = agreed is not None and agreed.session == job.session and not agreed.is_open
     if agreed is not None and is_ours and (agreed.step > job.step or job.agreed not in (None, agreed.step)):

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from moe_lightning.checkpoint import agent as agents
-from moe_lightning.checkpoint import agreement
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agreement import Agreement, propose
 from moe_lightning.checkpoint.arena import arena_path
@@ -76,7 +75,6 @@ class Nodes:
 @pytest.fixture(autouse=True)
 def _look_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_HOPE_S", 0.0)
-    monkeypatch.setattr(agreement, "_PAUSE_S", 0.0)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
@@ -228,7 +226,8 @@ def test_an_agent_that_waits_looks_for_parts_alone(tmp_path: Path, monkeypatch: 
     calls: list[tuple[str, str]] = []
     for name in ("names", "size", "read_range", "write", "put_if_absent"):
         monkeypatch.setattr(FsspecStorage, name, noted(getattr(FsspecStorage, name), calls))
-    monkeypatch.setattr(agreement, "_PAUSE_S", math.inf)  # between two questions for what others do
+    monkeypatch.setattr(agents, "_HOPE_S", math.inf)  # between two looks at what others do
+    monkeypatch.setattr(agents, "_LONGEST_HOPE_S", math.inf)
     nodes.serve(0, 20)
     assert calls == [("names", storage_of(root).staging(root, "2", 2, 0).name)] * 20
     nodes.serve(1, 3)

@@ -537,7 +537,7 @@ def test_the_last_snapshot_of_a_new_session_does_not_wait_for_a_lost_rank_of_the
         alone.finish()
         alone.close()
         made.ranks = []
-        made.agent._job.checked = 0.0  # type: ignore[union-attr]
+        made.agent._job.looked_at = 0.0  # type: ignore[union-attr]
         for _ in range(5):
             made.agent.serve_once()
     found = find_newest(made.root).checkpoint
@@ -560,5 +560,5 @@ def test_a_step_that_a_former_session_had_persisted_is_not_waited_for(tmp_path: 
         for _ in range(5):
             made.agent.serve_once()
             if made.agent._job is not None:
-                made.agent._job.checked = 0.0
+                made.agent._job.looked_at = 0.0
         assert made.agent.status.committed_step == 5
