@@ -137,18 +137,3 @@ def test_unequal_nodes_keep_as_many_as_slots_allow(problem: tuple[np.ndarray, Cl
 def test_too_few_slots_say_so() -> None:
     with pytest.raises(ConfigurationError, match="3 slots cannot hold 4 experts"):
         packed_placement(np.ones(4, dtype=np.int64), Cluster.of(3, 1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"node_of": (), "slots_per_rank": 1}, "0 ranks"),
-        ({"node_of": (0, 2), "slots_per_rank": 1}, "gaps"),
-        ({"node_of": (0, 1), "slots_per_rank": 0}, "slots_per_rank=0"),
-    ],
-)
-def test_clusters_are_checked(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        Cluster(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="ranks_per_node=0"):
-        Cluster.of(2, 1, ranks_per_node=0)

@@ -257,7 +257,7 @@ def test_packing_weighs_capacity_by_speed(seed):
 
 def test_a_cluster_refuses_speeds_of_other_ranks():
     with pytest.raises(ConfigurationError, match="do not fit 2 ranks"):
-        Cluster(node_of=(0, 1), slots_per_rank=2, speeds=(1, 2, 3))
+        packed_placement(np.ones(4, dtype=np.int64), Cluster(node_of=(0, 1), slots_per_rank=2, speeds=(1, 2, 3)), 1)
 
 
 @given(st.lists(st.integers(64, 4096), min_size=1, max_size=5), st.integers(0, 40), st.integers(1, 20))
