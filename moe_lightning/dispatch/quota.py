@@ -177,8 +177,8 @@ def shares(total: int, speeds: IntArray, most: int | None = None) -> IntArray:
 SLACK = 128
 """1 over the part of a bound within which moving single tokens does not pay."""
 
-_LOOKUPS = 1 << 15
-"""Pairs that the search may look at, in five to ten milliseconds."""
+_SINGLE_LOOKUPS, _JOINT_LOOKUPS = 1 << 13, 1 << 15
+"""Pairs that the search may look at from single ranks, one or two milliseconds, and then from all together."""
 
 Step = tuple[int, int]
 """The pair that gives tokens of an expert, and the pair of the same expert that takes them."""
@@ -213,10 +213,20 @@ def relieve(
         starts=np.searchsorted(experts, np.arange(experts[-1] + 2)).tolist(),
         by_rank=(order := np.lexsort((demand, ranks))).tolist(),
         rank_starts=np.searchsorted(ranks[order], np.arange(len(load) + 1)).tolist(),
-        lookups_left=_LOOKUPS,
+        lookups_left=_SINGLE_LOOKUPS,
     )
-    while flow.lookups_left > 0 and (longest := int(pace.times(np.array(flow.load)).max())) > with_slack(bound):
-        stuck = flow.relieve_all(pace.loads(max(with_slack(bound), (longest + bound) // 2)))
+    singly = True
+    while (longest := int(pace.times(np.array(flow.load)).max())) > with_slack(bound) + (
+        0 if singly else bound // SLACK
+    ):
+        if flow.lookups_left <= 0:
+            if not singly:
+                break
+            singly, flow.lookups_left = False, _JOINT_LOOKUPS
+        if singly:
+            stuck = flow.relieve_each(pace.loads(with_slack(bound)))
+        else:
+            stuck = flow.relieve_all(pace.loads(max(with_slack(bound), (longest + bound) // 2)))
         if stuck:
             bound = max(bound, pace.least_time(sum(flow.load[rank] for rank in stuck), stuck))
     return np.array(flow.tokens, dtype=np.int64)
@@ -243,13 +253,24 @@ class _Flow:
     rank_starts: list[int]
     lookups_left: int
 
+    def relieve_each(self, limits: list[int]) -> list[int]:
+        """Push tokens away from every rank above its limit, one after the other; the ranks that share them where no
+        more can go."""
+        for rank in self._crowded(limits):
+            while self.load[rank] > limits[rank] and self.lookups_left > 0:
+                path, reached = self._path(rank, limits)
+                if not path:
+                    return reached
+                self._push(path, limits)
+        return []
+
     def relieve_all(self, limits: list[int]) -> list[int]:
         """Push tokens away from all ranks above their limits; the ranks that share them where no more can go."""
         while self.lookups_left > 0 and (crowded := self._crowded(limits)):
             depths = self._depths(crowded, limits)
             for rank in crowded:
                 if depths[rank] < 0:
-                    return self._reached(rank)
+                    return self._path(rank, limits)[1]
             self._push_all(crowded, depths, limits)
         return []
 
@@ -258,9 +279,11 @@ class _Flow:
         crowded = [rank for rank, load in enumerate(self.load) if load > limits[rank]]
         return sorted(crowded, key=lambda rank: limits[rank] - self.load[rank])
 
-    def _reached(self, source: int) -> list[int]:
-        """The ranks to which tokens of a rank can go, over others too; itself first."""
-        queue, is_reached, used = [source], {source}, set[int]()
+    def _path(self, source: int, limits: list[int]) -> tuple[list[Step], list[int]]:
+        """The shortest path to a rank below its limit; empty where there is none. And the ranks that were reached."""
+        step_to: dict[int, Step | None] = {source: None}
+        used: set[int] = set()
+        queue = [source]
         for rank in queue:  # grows while it is walked
             first, last = self.rank_starts[rank : rank + 2]
             self.lookups_left -= last - first
@@ -273,10 +296,20 @@ class _Flow:
                 self.lookups_left -= last - first
                 for receiver in range(first, last):
                     other = self.ranks[receiver]
-                    if other not in is_reached:
-                        is_reached.add(other)
-                        queue.append(other)
-        return queue
+                    if other in step_to:
+                        continue
+                    step_to[other] = sender, receiver
+                    if self.load[other] < limits[other]:
+                        return self._back_to_source(other, step_to), queue
+                    queue.append(other)
+        return [], queue
+
+    def _back_to_source(self, target: int, step_to: dict[int, Step | None]) -> list[Step]:
+        path = []
+        while (step := step_to[target]) is not None:
+            path.append(step)
+            target = self.ranks[step[0]]
+        return path[::-1]
 
     def _depths(self, crowded: list[int], limits: list[int]) -> list[int]:
         """Return for each rank the length of the shortest path to a rank below its limit; -1 where there is none, or
