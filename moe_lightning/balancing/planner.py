@@ -269,8 +269,7 @@ class BalancePlanner:
 
     def set_dense_times(self, forward_s: float, backward_s: float) -> None:
         """Plan with these times of a block's dense layers; the same on every rank, after the same step."""
-        times = {"dense_forward_s": forward_s, "dense_backward_s": backward_s}
-        self.costs = [replace(costs, **times) for costs in self.costs]
+        self.costs = [replace(c, dense_forward_s=forward_s, dense_backward_s=backward_s) for c in self.costs]
 
     def set_speeds(self, speeds: IntArray | None) -> None:
         """Plan for ranks of these speeds, int64 [N], from now on, and soon for new placements; the same on every rank,
