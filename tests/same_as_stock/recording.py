@@ -5,6 +5,7 @@ digit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import logging
@@ -197,11 +198,17 @@ def record(case: Callable[[Run], None], strategy: Callable[[], Any], folder: Pat
 
 def _forget_warnings() -> None:
     """Let Lightning say again what it says once in a process."""
-    for name, module in list(sys.modules.items()):
-        for thing in list(vars(module).values()) if name.startswith("lightning.") else []:
-            for cache in [thing, *(vars(thing).values() if isinstance(thing, type) else [])]:
-                if type(cache) is WarningCache:
-                    cache.clear()
+    for cache in _warning_caches(len(sys.modules)):
+        cache.clear()
+
+
+@functools.cache
+def _warning_caches(num_modules: int) -> list[WarningCache]:
+    """Those of Lightning's modules and classes; looked for again when more modules have been imported."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("lightning.")]
+    things = [thing for module in modules for thing in vars(module).values()]
+    attributes = [value for thing in things if isinstance(thing, type) for value in vars(thing).values()]
+    return [thing for thing in (*things, *attributes) if type(thing) is WarningCache]
 
 
 @contextlib.contextmanager
