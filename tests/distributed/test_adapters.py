@@ -97,7 +97,7 @@ MODULES = {
 
 @pytest.fixture(scope="module", params=["lora", slow("qlora")])
 def alone(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    return request.param, run_ranks(1, fit, request.param, {})[0]
+    return request.param, run_pooled(1, fit, request.param, {})[0]
 
 
 def fit_moving(rank: int, world_size: int, kind: str, shadows: bool) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def fit_saved(
 def test_same_loss(alone: tuple[str, dict[str, Any]], world_size: int, strategy: dict[str, Any]) -> None:
     kind, reference = alone
     assert reference["losses"][-1] < reference["losses"][0] - 0.01, "nothing was learned, so nothing was tested"
-    assert_same_training(reference, run_ranks(world_size, fit, kind, strategy), kind)
+    assert_same_training(reference, run_pooled(world_size, fit, kind, strategy), kind)
 
 
 @pytest.mark.slow
@@ -178,8 +178,8 @@ def validated(rank: int, world_size: int) -> float:
 
 @pytest.mark.slow
 def test_a_pipeline_trains_adapters_and_validates_them() -> None:
-    (alone,) = run_ranks(1, validated)
-    assert run_ranks(2, validated) == pytest.approx([alone, alone], abs=1e-5)
+    (alone,) = run_pooled(1, validated)
+    assert run_pooled(2, validated) == pytest.approx([alone, alone], abs=1e-5)
 
 
 @pytest.mark.parametrize(

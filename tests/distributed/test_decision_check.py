@@ -17,7 +17,7 @@ from moe_lightning.parallel import collectives
 from moe_lightning.parallel.collectives import check_versions, fingerprint, require_agreement
 from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
 from moe_lightning.strategies.worlds import Worlds
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.training import OwnModule
 
 EXPERTS = 4
@@ -58,21 +58,21 @@ def disagree(rank: int, world_size: int, about: str) -> list[str]:
 
 @pytest.mark.parametrize("about", ["placement", "policy", "shadows", "speeds"])
 def test_another_plan_ends_the_step_before_anything_travels(about: str) -> None:
-    first, second, third = run_ranks(3, disagree, about)
+    first, second, third = run_pooled(3, disagree, about)
     assert first == second == third
     assert first[0].startswith("the plan (placement, shadows, quotas) of MoE layer 7 of ranks [2] differs from that of")
     assert "rank 0: give all ranks the same files, settings and versions" in first[0]
 
 
 def test_another_quota_ends_the_next_micro_batch() -> None:
-    first, second, third = run_ranks(3, disagree, "quota")
+    first, second, third = run_pooled(3, disagree, "quota")
     assert first == second == third
     assert first[0] == ""
     assert "MoE layer 7 of ranks [2] differs" in first[1]
 
 
 def test_ranks_that_agree_go_on() -> None:
-    assert run_ranks(3, disagree, "nothing") == [["", ""]] * 3
+    assert run_pooled(3, disagree, "nothing") == [["", ""]] * 3
 
 
 def move_elsewhere(rank: int, world_size: int) -> str:
@@ -87,7 +87,7 @@ def move_elsewhere(rank: int, world_size: int) -> str:
 
 
 def test_no_expert_moves_to_where_not_all_ranks_want_it() -> None:
-    first, second = run_ranks(2, move_elsewhere)
+    first, second = run_pooled(2, move_elsewhere)
     assert first == second
     assert first.startswith("the new placement of ranks [1] differs from that of rank 0")
 

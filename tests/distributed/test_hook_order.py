@@ -92,7 +92,7 @@ def resumed(rank: int, world_size: int, kind: type[Base], strategy: Options | No
 def test_a_module_may_replace_parameters_when_it_is_restored(
     kind: type[Base], world_size: int, strategy: Options, tmp_path: Path
 ) -> None:
-    (expected,) = run_ranks(1, resumed, kind, None, str(tmp_path / "stock.ckpt"))
+    (expected,) = run_pooled(1, resumed, kind, None, str(tmp_path / "stock.ckpt"))
     ranks = run_pooled(world_size, resumed, kind, strategy, str(tmp_path / "ours.ckpt"))
     for found in ranks:
         assert found["start"][0] == expected["start"][0] == 4
@@ -142,7 +142,7 @@ def planned(rank: int, world_size: int, strategy: Options | None) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_number_of_steps_is_known_before_the_strategy_is_set_up(world_size: int) -> None:
-    ((asked, steps, values),) = run_ranks(1, planned, None)
+    ((asked, steps, values),) = run_pooled(1, planned, None)
     assert asked == [8, 8, 8]
     for found in run_pooled(world_size, planned, {}):
         assert found[:2] == (asked, steps)
@@ -160,8 +160,8 @@ def saved_without_a_fit(rank: int, world_size: int, strategy: Options | None, fi
 
 
 def test_a_module_that_is_only_connected_is_saved(tmp_path: Path) -> None:
-    (expected,) = run_ranks(1, saved_without_a_fit, None, str(tmp_path / "stock.ckpt"))
-    assert run_ranks(1, saved_without_a_fit, {}, str(tmp_path / "ours.ckpt")) == [expected]
+    (expected,) = run_pooled(1, saved_without_a_fit, None, str(tmp_path / "stock.ckpt"))
+    assert run_pooled(1, saved_without_a_fit, {}, str(tmp_path / "ours.ckpt")) == [expected]
 
 
 def saved_by_another_trainer(rank: int, world_size: int, folder: Path, most_bytes: int) -> Any:

@@ -32,7 +32,7 @@ from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World
-from tests.distributed.harness import RankFailure, connect, run_ranks
+from tests.distributed.harness import RankFailure, connect, run_pooled, run_ranks
 from tests.distributed.protected_ranks import (
     ALL,
     RUN,
@@ -71,7 +71,7 @@ def other_world(rank: int, world_size: int, base: str, writers: int) -> tuple[in
 
 @pytest.mark.parametrize(("world_size", "writers"), [slow(1, 1), (1, 3), slow(2, 3), (3, 2)])
 def test_a_world_of_another_size_reads_what_the_last_one_left(tmp_path: Path, world_size: int, writers: int) -> None:
-    results = run_ranks(world_size, other_world, str(tmp_path), writers)
+    results = run_pooled(world_size, other_world, str(tmp_path), writers)
     assert len({str(result) for result in results}) == 1
     assert results[0] == (4, [Origin.ARENA] * LAYERS * EXPERTS), "whole at 4; partial experts of 5 would be stale"
 
@@ -94,7 +94,7 @@ def test_every_survivable_set_of_nodes_is_survived_and_no_other_at_the_predicted
     layout: ProtectionLayout = LAYOUTS[name]
     whole, ranks, nodes = tmp_path / "whole", len(layout.node_of), sorted(set(layout.node_of))
     whole.mkdir()
-    reports = run_ranks(ranks, protect, str(whole), layout, [5, 6])
+    reports = run_pooled(ranks, protect, str(whole), layout, [5, 6])
     cost = protection_cost(layout, [report["snapshot_bytes"] for report in reports])
     assert max(report["sent_bytes"] for report in reports) == cost.sent_bytes
     largest = max(report["memory_bytes"] for report in reports)
@@ -106,7 +106,7 @@ def test_every_survivable_set_of_nodes_is_survived_and_no_other_at_the_predicted
             for node in failed:
                 shutil.rmtree(left / f"node{node}")
             alive = [node for node in nodes if node not in failed]
-            plan = run_ranks(len(alive), recover, str(left), alive)[0]
+            plan = run_pooled(len(alive), recover, str(left), alive)[0]
             assert (plan.level == "memory") == layout.survives(failed), failed
             assert plan.level == "nothing" or plan.version == 6
             shutil.rmtree(left)
@@ -115,9 +115,9 @@ def test_every_survivable_set_of_nodes_is_survived_and_no_other_at_the_predicted
 def test_a_node_of_two_ranks_is_decoded_by_nodes_of_two_ranks(tmp_path: Path) -> None:
     """Two snapshots are lost with the node; what the others hold is read on their nodes by both ranks."""
     layout = aec_layout([0, 0, 1, 1, 2, 2])
-    run_ranks(6, protect, str(tmp_path), layout, [5])
+    run_pooled(6, protect, str(tmp_path), layout, [5])
     shutil.rmtree(tmp_path / "node0")
-    plan = run_ranks(4, recover, str(tmp_path), [1, 1, 2, 2])[0]
+    plan = run_pooled(4, recover, str(tmp_path), [1, 1, 2, 2])[0]
     assert (plan.version, plan.counts()[Origin.PARITY]) == (5, 4)
     assert [decode.writer for decode in plan.decodes] == [0, 1]
     assert {read.reader for read in plan.reads if read.origin is Origin.ARENA} == {0, 1, 2, 3}
@@ -159,10 +159,10 @@ def lose_heart(file: ProtectedFile, *_: object) -> None:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_version_that_not_all_have_finished_does_not_count(tmp_path: Path, lost: int) -> None:
     """Rank 1 did not finish: its parity is torn. Without rank 0 that parity is needed, without rank 1 it is not."""
-    run_ranks(3, interrupted, str(tmp_path), 1)
+    run_pooled(3, interrupted, str(tmp_path), 1)
     shutil.rmtree(tmp_path / f"node{lost}")
     alive = [node for node in range(3) if node != lost]
-    assert run_ranks(2, recover, str(tmp_path), alive)[0].version == (5 if lost == 0 else 6)
+    assert run_pooled(2, recover, str(tmp_path), alive)[0].version == (5 if lost == 0 else 6)
 
 
 def damage(path: Path, step: int) -> None:
@@ -195,11 +195,11 @@ def plan_around(rank: int, world_size: int, base: str, nodes: list[int]) -> tupl
 
 
 def test_a_damaged_snapshot_is_named_on_every_rank_and_the_one_before_is_used(tmp_path: Path) -> None:
-    run_ranks(3, protect, str(tmp_path), AEC, [5, 6])
+    run_pooled(3, protect, str(tmp_path), AEC, [5, 6])
     damage(copy_path(tmp_path / "node1", "1", 1, 1), 6)
     damage(parity_path(tmp_path / "node2", "1", 2), 5)
     shutil.rmtree(tmp_path / "node0")
-    results = run_ranks(2, plan_around, str(tmp_path), [1, 2])
+    results = run_pooled(2, plan_around, str(tmp_path), [1, 2])
     assert results[0] == results[1]
     named, version = results[0]
     assert set(named) == {"node1:arena:1:6", "node1:copy:1:6", "node2:parity:0:5"}
@@ -207,11 +207,11 @@ def test_a_damaged_snapshot_is_named_on_every_rank_and_the_one_before_is_used(tm
 
 
 def test_a_damaged_copy_is_not_needed_where_a_parity_is_whole(tmp_path: Path) -> None:
-    run_ranks(3, protect, str(tmp_path), AEC, [5, 6])
+    run_pooled(3, protect, str(tmp_path), AEC, [5, 6])
     damage(copy_path(tmp_path / "node1", "1", 1, 1), 6)
     for path in tmp_path.glob(f"*/{ARENAS}"):
         path.unlink()
-    assert run_ranks(3, plan_around, str(tmp_path), [0, 1, 2]) == [(["node1:arena:1:6"], 6)] * 3
+    assert run_pooled(3, plan_around, str(tmp_path), [0, 1, 2]) == [(["node1:arena:1:6"], 6)] * 3
 
 
 def same_step_twice(rank: int, world_size: int, base: str) -> None:
@@ -225,11 +225,11 @@ def same_step_twice(rank: int, world_size: int, base: str) -> None:
 
 
 def test_a_damaged_arena_does_not_matter_where_the_protected_version_is_whole(tmp_path: Path) -> None:
-    run_ranks(2, same_step_twice, str(tmp_path))
+    run_pooled(2, same_step_twice, str(tmp_path))
     damage(arena_path(tmp_path / "node0", 0), 7)
-    assert run_ranks(2, plan_around, str(tmp_path), [0, 1]) == [([], 7)] * 2
+    assert run_pooled(2, plan_around, str(tmp_path), [0, 1]) == [([], 7)] * 2
     damage(copy_path(tmp_path / "node0", "1", 0, 0), 7)
-    assert run_ranks(2, plan_around, str(tmp_path), [0, 1]) == [(["node0:arena:0:7"], 7)] * 2, "from the parity"
+    assert run_pooled(2, plan_around, str(tmp_path), [0, 1]) == [(["node0:arena:0:7"], 7)] * 2, "from the parity"
 
 
 def lopsided(rank: int, world_size: int, base: str, nodes: list[int], recovers: bool) -> list[str]:
@@ -256,10 +256,10 @@ def lopsided(rank: int, world_size: int, base: str, nodes: list[int], recovers: 
 
 @pytest.mark.parametrize("lost", [0, slow(1), slow(2)])
 def test_writers_may_have_experts_only_or_nothing(tmp_path: Path, lost: int) -> None:
-    run_ranks(3, lopsided, str(tmp_path), [0, 1, 2], False)
+    run_pooled(3, lopsided, str(tmp_path), [0, 1, 2], False)
     shutil.rmtree(tmp_path / f"node{lost}")
     alive = [node for node in range(3) if node != lost]
-    found = run_ranks(2, lopsided, str(tmp_path), alive, True)
+    found = run_pooled(2, lopsided, str(tmp_path), alive, True)
     assert found == [["dense/w/weight=[1.0, 1.0]", "expert/0/0/weight/w=[1.0, 1.0, 1.0]"]] * 2
 
 
@@ -283,12 +283,12 @@ def live_and_lost(rank: int, world_size: int, base: str, version: int) -> Recove
 
 
 def test_survivors_keep_their_state_where_lost_experts_are_protected_at_its_version(tmp_path: Path) -> None:
-    run_ranks(3, protect, str(tmp_path), AEC, [5, 6])
+    run_pooled(3, protect, str(tmp_path), AEC, [5, 6])
     shutil.rmtree(tmp_path / "node2")
-    plan = run_ranks(2, live_and_lost, str(tmp_path), 6)[0]
+    plan = run_pooled(2, live_and_lost, str(tmp_path), 6)[0]
     assert plan.describe() == "6 experts from replicas, 2 from parity, 0 stale"
     assert np.argwhere(plan.origins == Origin.PARITY).tolist() == [[0, 2], [1, 2]]
-    rolled_back = run_ranks(2, live_and_lost, str(tmp_path), 7)[0]
+    rolled_back = run_pooled(2, live_and_lost, str(tmp_path), 7)[0]
     assert (rolled_back.level, rolled_back.version) == ("memory", 6)
 
 
@@ -353,7 +353,7 @@ def growing(rank: int, world_size: int, base: str) -> list[int]:
 
 
 def test_a_snapshot_may_outgrow_its_room(tmp_path: Path) -> None:
-    assert run_ranks(2, growing, str(tmp_path)) == [[3, 2]] * 2
+    assert run_pooled(2, growing, str(tmp_path)) == [[3, 2]] * 2
 
 
 def every_third(rank: int, world_size: int, base: str) -> tuple[list[int], list[int]]:
@@ -375,7 +375,7 @@ def every_third(rank: int, world_size: int, base: str) -> tuple[list[int], list[
 
 def test_packing_ahead_takes_no_protected_version_away(tmp_path: Path) -> None:
     """Version 11 lies packed in the place of the oldest one, but counts for nothing yet."""
-    assert run_ranks(2, every_third, str(tmp_path)) == [([9, 6], [9, 6, 3])] * 2
+    assert run_pooled(2, every_third, str(tmp_path)) == [([9, 6], [9, 6, 3])] * 2
 
 
 def refusals(rank: int, world_size: int, base: str) -> None:
@@ -438,7 +438,7 @@ def survive(seed: int, base: Path) -> tuple[int, int]:
     everywhere = min(struct.unpack("<q", mark)[0] if mark else 0 for mark in marks)
     lost = rng.randrange(RANKS)
     shutil.rmtree(base / f"node{lost}")
-    plan = run_ranks(RANKS - 1, recover, str(base), [node for node in range(RANKS) if node != lost])[0]
+    plan = run_pooled(RANKS - 1, recover, str(base), [node for node in range(RANKS) if node != lost])[0]
     return everywhere, plan.version if plan.level == "memory" else 0
 
 

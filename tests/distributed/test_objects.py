@@ -29,7 +29,7 @@ from moe_lightning.parallel.collectives import (
 )
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.strategies.checkpoints import verified_together
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.unit.test_codec import Weapon
 
@@ -81,7 +81,7 @@ def verify(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_of_all(tmp_path: Path) -> None:
-    for found in run_ranks(2, verify, str(tmp_path)):
+    for found in run_pooled(2, verify, str(tmp_path)):
         assert [line.partition(":")[0] for line in found] == ["ConfigurationError", "CheckpointError", "none"]
         assert "no package" in found[0]
 
@@ -93,7 +93,7 @@ def test_all_ranks_raise_the_error_of_the_first_that_fails() -> None:
         "MissingCheckpointError: b",
         "none",
     ]
-    assert run_ranks(3, fail) == [expected] * 3
+    assert run_pooled(3, fail) == [expected] * 3
 
 
 # ---------------------------------------------------------------------- among ourselves
@@ -108,7 +108,7 @@ def share(rank: int, world_size: int) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_sources_object_arrives_everywhere(world_size: int) -> None:
-    results = run_ranks(world_size, share)
+    results = run_pooled(world_size, share)
     for received in results:
         assert [entry["rank"] for entry in received[:world_size]] == list(range(world_size))
         assert [entry["tensor"].tolist() for entry in received[:world_size]] == [
@@ -256,7 +256,7 @@ def gather_words(rank: int, world_size: int) -> list[object]:
 
 def test_json_of_different_lengths() -> None:
     expected = [{"rank": r, "words": ["ä" * 100 * r]} for r in range(3)]
-    assert run_ranks(3, gather_words) == [expected] * 3
+    assert run_pooled(3, gather_words) == [expected] * 3
 
 
 def share_json(rank: int, world_size: int) -> tuple[float, float]:
@@ -268,4 +268,4 @@ def share_json(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_broadcast_sum_and_close() -> None:
-    assert run_ranks(3, share_json) == [(1.0, 3.0)] * 3
+    assert run_pooled(3, share_json) == [(1.0, 3.0)] * 3

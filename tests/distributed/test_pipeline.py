@@ -257,9 +257,9 @@ def described(rank: int, world_size: int, folder: Path, **options: Any) -> tuple
 def test_telemetry_describes_the_layers_of_all_stages(tmp_path: Path) -> None:
     """Stages of two layers and of one, each on two ranks, so that ranks have different numbers of metrics."""
     (tmp_path / "one").mkdir()
-    ((_, tokens),) = run_ranks(1, partial(described, folder=tmp_path / "one", accumulate=MICROS))
+    ((_, tokens),) = run_pooled(1, partial(described, folder=tmp_path / "one", accumulate=MICROS))
     strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS}
-    ranks = run_ranks(4, partial(described, folder=tmp_path, strategy=strategy))
+    ranks = run_pooled(4, partial(described, folder=tmp_path, strategy=strategy))
     (logged, _), layers = ranks[0], [f"layer{number:02d}" for number in range(3)]
     assert ranks == [(logged, tokens)] * 4
     of_layers = {name: [logged[f"moe/{layer}/{name}"] for layer in layers] for name in ("expert_imbalance_ratio",
@@ -298,9 +298,9 @@ def test_callbacks_take_the_blocks_of_a_stage(
     ranks: int, compiled: bool, strategy: dict[str, Any], tmp_path: Path
 ) -> None:
     one, several = tmp_path / "one", tmp_path / "several"
-    (alone,) = run_ranks(1, partial(observed, folder=one, accumulate=MICROS))
+    (alone,) = run_pooled(1, partial(observed, folder=one, accumulate=MICROS))
     strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS, **strategy}
-    found = run_ranks(ranks, partial(observed, folder=several, compiled=compiled, strategy=strategy))
+    found = run_pooled(ranks, partial(observed, folder=several, compiled=compiled, strategy=strategy))
     assert_same_training(alone, found)
     expected, recorded = (read_routing_trace(folder / "counts.npz")[0] for folder in (one, several))
     assert recorded.shape == (2, 2, ranks // 2, 6)  # samples, layers, ranks, experts
@@ -314,24 +314,24 @@ def test_callbacks_take_the_blocks_of_a_stage(
 
 @pytest.mark.slow
 def test_stages_replay_what_other_ranks_routed(tmp_path: Path) -> None:
-    run_ranks(1, partial(observed, folder=tmp_path, accumulate=MICROS))
+    run_pooled(1, partial(observed, folder=tmp_path, accumulate=MICROS))
     for step in range(3):  # otherwise than anybody would route
         at = TokenRange(step=step, first_sample=0)
         write_tokens(tmp_path / "other", at, (read_samples(tmp_path / "tokens", at, 12) + 1) % 6)
     forced = partial(train, callbacks=(RoutingReplay(str(tmp_path / "other"), "replay"),), **DENSE_BLOCKS)
-    (alone,) = run_ranks(1, partial(forced, accumulate=MICROS))
-    assert_same_training(alone, run_ranks(4, partial(forced, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))
+    (alone,) = run_pooled(1, partial(forced, accumulate=MICROS))
+    assert_same_training(alone, run_pooled(4, partial(forced, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))
 
 
 def test_stages_train_in_another_precision(tmp_path: Path) -> None:
     """A replay, which restores the whole module in between, leaves no part in the former one."""
-    run_ranks(1, partial(observed, folder=tmp_path, accumulate=MICROS))
+    run_pooled(1, partial(observed, folder=tmp_path, accumulate=MICROS))
     exact = partial(
         train, callbacks=(RoutingReplay(str(tmp_path / "tokens"), "replay"),), trainer={"precision": "64-true"},
         **DENSE_BLOCKS,
     )  # fmt: skip
-    (alone,) = run_ranks(1, partial(exact, accumulate=MICROS))
-    assert_same_training(alone, run_ranks(2, partial(exact, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))
+    (alone,) = run_pooled(1, partial(exact, accumulate=MICROS))
+    assert_same_training(alone, run_pooled(2, partial(exact, strategy={"mesh": {"pp": 2}, "micro_batches": MICROS})))
 
 
 # ---------------------------------------------------------------------- users' modules
@@ -384,7 +384,7 @@ class Own(pl.LightningModule):
 
 @pytest.mark.slow
 def test_a_users_module_trains_alike() -> None:
-    (alone,) = run_ranks(1, partial(train, own_module=Own, accumulate=MICROS))
+    (alone,) = run_pooled(1, partial(train, own_module=Own, accumulate=MICROS))
     ranks = in_stages(4, own_module=Own)
     assert_same_training(alone, ranks)
     for found in ranks:
@@ -578,7 +578,7 @@ class Attending(Own):
 @pytest.mark.slow
 def test_a_users_module_sees_parts_and_answers_wholes() -> None:
     ((first, scores, predicted),) = run_pooled(1, partial(evaluate, strategy={}, accumulate=3, kind=Attending))
-    ranks = run_ranks(4, partial(evaluate, strategy={"mesh": {"pp": 2, "cp": 2}, "micro_batches": 3}, kind=Attending))
+    ranks = run_pooled(4, partial(evaluate, strategy={"mesh": {"pp": 2, "cp": 2}, "micro_batches": 3}, kind=Attending))
     for rank, (found_first, found_scores, found) in enumerate(ranks):
         assert found_first == pytest.approx(first, abs=TOLERANCE)
         assert found_scores == pytest.approx(scores, abs=TOLERANCE)

@@ -23,7 +23,7 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.same_training import SKEWED, assert_same_training
 from tests.distributed.test_balancer_laws import EAGER, Watcher, failing_alone
 from tests.distributed.test_pipeline import MICROS, train
@@ -45,17 +45,20 @@ INTERLEAVED = {"schedule": "interleaved"}
 
 @cache
 def reference(key: str, steps: int = STEPS) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, partial(train, accumulate=MICROS, steps=steps, **CASES[key]))[0]
+    result: dict[str, Any] = run_pooled(1, partial(train, accumulate=MICROS, steps=steps, **CASES[key]))[0]
     return result
 
 
-def in_stages(function: Any, key: str, ranks: int, steps: int = STEPS, **options: Any) -> list[dict[str, Any]]:
+def in_stages(
+    function: Any, key: str, ranks: int, steps: int = STEPS, *, pooled: bool = False, **options: Any
+) -> list[dict[str, Any]]:
     """What a training function returns of a case in two stages, without what each stage logs for itself."""
     micros = 2 if key == "accumulated" else MICROS
     strategy = {"slots": 4, "micro_batches": micros, **options.pop("strategy", {})}
     strategy["mesh"] = {"pp": 2, **strategy.get("mesh", {})}
     case = {"steps": steps, "accumulate": MICROS // micros, **CASES[key]}
-    found: list[dict[str, Any]] = run_ranks(ranks, partial(function, strategy=strategy, **case, **options))
+    training = partial(function, strategy=strategy, **case, **options)
+    found: list[dict[str, Any]] = run_ranks(ranks, training, pooled=pooled)
     return found
 
 
@@ -145,7 +148,7 @@ def moving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", [{}, slow(INTERLEAVED)])
 def test_a_user_moves_experts_of_all_stages(strategy: dict[str, Any]) -> None:
-    found = in_stages(moving, "skewed", 4, strategy=strategy)
+    found = in_stages(moving, "skewed", 4, strategy=strategy, pooled=True)
     same("skewed", found)
     assert [result["moved"] for result in found] == [found[0]["moved"]] * 4
     assert found[0]["moved"] > 12
@@ -276,13 +279,13 @@ def saving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
 def test_a_balancers_state_is_of_all_stages(tmp_path: Path) -> None:
     path, model = tmp_path / "balanced.ckpt", LAYERS
     strategy = {"slots": 4, "mesh": {"pp": 2}, "micro_batches": 2}
-    run_ranks(4, partial(saving, model=model, strategy=strategy, steps=5, save_to=str(path)))
+    run_pooled(4, partial(saving, model=model, strategy=strategy, steps=5, save_to=str(path)))
     states = torch.load(path, weights_only=True)["callbacks"]
     (state,) = (state for name, state in states.items() if name.startswith("LoadBalancer"))
     assert sorted(state["layers"]) == ["0", "1", "2", "3"]
     assert all(sum(own["load"]) > 0 for own in state["layers"].values())
     assert {np.shape(own["average"]) for own in state["layers"].values()} == {(NUM_EXPERTS, 2)}
-    alone = run_ranks(1, partial(saving, model=model, strategy={}, steps=8, ckpt_path=str(path)))[0]["losses"]
+    alone = run_pooled(1, partial(saving, model=model, strategy={}, steps=8, ckpt_path=str(path)))[0]["losses"]
     for ranks, mesh in ((4, strategy), (4, strategy | INTERLEAVED), (2, {"slots": 4})):
-        for result in run_ranks(ranks, partial(saving, model=model, strategy=mesh, steps=8, ckpt_path=str(path))):
+        for result in run_pooled(ranks, partial(saving, model=model, strategy=mesh, steps=8, ckpt_path=str(path))):
             np.testing.assert_allclose(result["losses"], alone, rtol=0, atol=0.05)  # auxiliary losses of micro-batches

@@ -22,7 +22,7 @@ from moe_lightning.strategies.watch import limit_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 from tests.agents import ForkedAgent
 from tests.chaos.elastic_worker import state_digests
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import Numbered, OwnModule, RandomTokens, Warned, make_trainer
 from tests.parameters import slow
 
@@ -81,9 +81,9 @@ def fit(
     ids=str,
 )
 def test_a_run_trains_on_as_if_it_had_never_seen_the_samples(strategy: dict[str, Any], factor: float) -> None:
-    guarded = run_ranks(2, fit, {SPIKE - 1: factor}, strategy, {})
+    guarded = run_pooled(2, fit, {SPIKE - 1: factor}, strategy, {})
     left_out = dict.fromkeys(range(RESTORED, SPIKE), math.nan)
-    reference = run_ranks(2, fit, left_out, strategy | {"stop_on_nan": "skip"}, None)
+    reference = run_pooled(2, fit, left_out, strategy | {"stop_on_nan": "skip"}, None)
     assert [run["steps"] for run in guarded] == [STEPS] * 2
     assert [run["digests"] for run in guarded] == [run["digests"] for run in reference]
     (row,) = guarded[0]["rows"]
@@ -131,7 +131,7 @@ def fit_sampling(rank: int, world_size: int, hooks: tuple[str, ...], factors: di
     [slow("on_train_batch_end", {SPIKE - 1: math.nan}), slow("on_before_optimizer_step", {})],
 )
 def test_calls_of_the_module_by_callbacks_change_nothing_under_fsdp(hook: str, factors: dict[int, float]) -> None:
-    assert run_ranks(2, fit_sampling, (hook,), factors) == run_ranks(2, fit_sampling, (), factors)
+    assert run_pooled(2, fit_sampling, (hook,), factors) == run_pooled(2, fit_sampling, (), factors)
 
 
 def test_a_weight_that_has_another_shape_is_not_left_out_of_a_rollback() -> None:
@@ -207,7 +207,7 @@ def test_a_damaged_copy_is_found_before_it_is_used() -> None:
 
 @pytest.mark.slow
 def test_a_calm_run_is_left_alone() -> None:
-    guarded, plain = (run_ranks(2, fit, {}, {}, options) for options in ({}, None))
+    guarded, plain = (run_pooled(2, fit, {}, {}, options) for options in ({}, None))
     assert [run["digests"] for run in guarded] == [run["digests"] for run in plain]
     assert guarded[0]["rows"] == []
 
@@ -233,7 +233,7 @@ def test_the_loss_of_a_spike_is_the_mean_over_its_micro_batches(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_too_many_spikes_end_the_run() -> None:
-    for run in run_ranks(2, fit, {SPIKE - 1: math.nan, SPIKE: math.nan}, {}, {"max_rollbacks": 1}):
+    for run in run_pooled(2, fit, {SPIKE - 1: math.nan, SPIKE: math.nan}, {}, {"max_rollbacks": 1}):
         assert run["steps"] == SPIKE, "the next one has not updated anything"
         assert f"the loss of step {SPIKE + 1} is nan" in run["error"]
         assert "after 1 rollbacks" in run["error"]
@@ -285,7 +285,7 @@ def test_a_checkpoint_after_a_rollback_holds_nothing_of_the_updates_before(
 
 @pytest.mark.slow
 def test_a_first_step_that_is_no_number_is_left_out() -> None:
-    first, second = run_ranks(2, fit, {0: math.nan}, {}, {})
+    first, second = run_pooled(2, fit, {0: math.nan}, {}, {})
     assert (first["steps"], second["steps"]) == (STEPS, STEPS)
     assert first["rows"][0]["restored_step"] == "0"
     assert first["rows"][0]["samples"].split() == [str(i) for i in first["seen"][0] + second["seen"][0]]

@@ -248,10 +248,10 @@ def fit_with(rank: int, world_size: int, kind: Any) -> str:
 
 
 def test_a_fit_refuses_them_before_its_first_step() -> None:
-    first, second = run_ranks(2, fit_with, torch.optim.Adafactor)
+    first, second = run_pooled(2, fit_with, torch.optim.Adafactor)
     assert first == second
     assert first.startswith("Adafactor updates an expert differently")
-    assert run_ranks(1, fit_with, torch.optim.Adafactor) == [""]
+    assert run_pooled(1, fit_with, torch.optim.Adafactor) == [""]
 
 
 # ---------------------------------------------------------------------- the comparison
@@ -582,7 +582,7 @@ def fit_with_flips(
 
 @pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_memory_that_has_changed_is_overwritten_before_it_is_used(ranks: int) -> None:
-    calm, repaired = run_ranks(ranks, fit_with_flips, -1), run_ranks(ranks, fit_with_flips, 4)
+    calm, repaired = run_pooled(ranks, fit_with_flips, -1), run_pooled(ranks, fit_with_flips, 4)
     assert [told for told, *_ in repaired] == [""] * ranks
     assert [state for _, state, _ in repaired] == [state for _, state, _ in calm], "caught before its first use"
     assert [len(lines) for *_, lines in repaired] == [2, *[0] * (ranks - 1)]
@@ -608,7 +608,7 @@ class Buffered(OwnModule):
 
 
 def test_buffers_of_users_are_compared_as_long_as_they_are_alike() -> None:
-    results = run_ranks(2, fit_with_flips, 4, "between steps", ["angles"], None, Buffered)
+    results = run_pooled(2, fit_with_flips, 4, "between steps", ["angles"], None, Buffered)
     assert [told for told, *_ in results] == ["", ""]
     (line,) = results[0][2]
     assert line.startswith("after step 4 the buffer angles on ranks [1] had changed in memory")
@@ -633,20 +633,20 @@ def save_damaged(rank: int, world_size: int) -> tuple[str, bool]:
 
 
 def test_stock_checkpoints_hold_no_state_that_ranks_have_otherwise() -> None:
-    for told, is_saved in run_ranks(2, save_damaged):
+    for told, is_saved in run_pooled(2, save_damaged):
         assert told.startswith("after step 3 the replicas of out.weight differ between ranks [0] and ranks [1]")
         assert not is_saved
 
 
 def test_dense_state_that_differs_from_a_majority_is_overwritten() -> None:
-    told, _, lines = run_ranks(3, fit_with_flips, 3)[0]
+    told, _, lines = run_pooled(3, fit_with_flips, 3)[0]
     assert told == ""
     assert "after step 4 embed.weight on ranks [1] differed from its other replicas" in lines[0]
 
 
 def test_an_expert_that_differs_from_a_majority_is_overwritten_whole() -> None:
     names = ("moe.experts.w_up", "moe.experts.w_up/exp_avg")
-    results = run_ranks(3, fit_with_flips, 3, "between steps", names, {"replicas": 3})
+    results = run_pooled(3, fit_with_flips, 3, "between steps", names, {"replicas": 3})
     assert [told for told, *_ in results] == [""] * 3
     assert results[0][1] == results[1][1] == results[2][1], "weights and moments"
     (line,) = results[0][2]
@@ -656,7 +656,7 @@ def test_an_expert_that_differs_from_a_majority_is_overwritten_whole() -> None:
 
 
 def test_of_two_dense_replicas_that_differed_before_the_last_update_nobody_knows_which_is_intact() -> None:
-    for told, *_ in run_ranks(2, fit_with_flips, 3):
+    for told, *_ in run_pooled(2, fit_with_flips, 3):
         assert told.startswith(
             "after step 4 the replicas of embed.weight differ between ranks [0] and ranks [1] (and of "
         )
@@ -672,7 +672,7 @@ def test_of_two_dense_replicas_that_differed_before_the_last_update_nobody_knows
     ],
 )
 def test_damage_during_a_step_leaves_its_update_out(where: str, names: list[str], damaged: str) -> None:
-    results = run_ranks(2, fit_with_flips, 4, where, names, {"replicas": 2})
+    results = run_pooled(2, fit_with_flips, 4, where, names, {"replicas": 2})
     assert [told for told, *_ in results] == [""] * 2
     assert results[0][1]["dense"] == results[1][1]["dense"]
     (line,) = [line for line in results[0][2] if "changes nothing" in line]
@@ -693,7 +693,7 @@ def test_damage_during_a_step_leaves_its_update_out(where: str, names: list[str]
 def test_memory_of_one_rank_alone_ends_the_run_before_it_is_used(
     ranks: int, strategy: dict[str, Any], names: list[str], damaged: str, where: str
 ) -> None:
-    for told, *_ in run_ranks(ranks, fit_with_flips, 4, where, names, strategy):
+    for told, *_ in run_pooled(ranks, fit_with_flips, 4, where, names, strategy):
         assert told.startswith("after step 4 ")
         assert f"{damaged}" in told
         assert "has changed in the memory of rank 1 without being written" in told

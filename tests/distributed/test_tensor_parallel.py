@@ -23,7 +23,7 @@ from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.tensor import Columns, Embedding, Gathered, Parted, Plan, Rows, TensorRanks, planned_cuts
 from moe_lightning.strategies.checks import require_own_sharding
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.test_meshes import LLAMA, TP2, run, save
 from tests.distributed.training import TINY, RandomTokens, make_trainer, stepped, train
@@ -189,8 +189,8 @@ def told(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[list[flo
 
 @pytest.mark.slow
 def test_a_loss_of_ones_own_gets_whole_logits() -> None:
-    (alone,) = run_ranks(1, partial(told, strategy={}))
-    for losses, hits in run_ranks(4, partial(told, strategy=TP2)):
+    (alone,) = run_pooled(1, partial(told, strategy={}))
+    for losses, hits in run_pooled(4, partial(told, strategy=TP2)):
         np.testing.assert_allclose(losses, alone[0], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(hits, alone[1], rtol=0, atol=TOLERANCE)
 
@@ -241,7 +241,7 @@ def summed(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[list[t
 def test_each_sample_is_summed_once(strategy: dict[str, Any]) -> None:
     """Also where ranks have none in the last batch."""
     expected = [(12.0, 12.0), (12.0, 12.0), (1.0, 1.0)], 25.0
-    assert run_ranks(4, partial(summed, strategy=strategy)) == [expected] * 4
+    assert run_pooled(4, partial(summed, strategy=strategy)) == [expected] * 4
 
 
 class Speed(Callback):
@@ -270,7 +270,7 @@ def test_each_token_is_counted_once(options: dict[str, Any]) -> None:
 
 
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    run_ranks(4, partial(save, strategy=TP2, model=LLAMA, folder=str(tmp_path)))
+    run_pooled(4, partial(save, strategy=TP2, model=LLAMA, folder=str(tmp_path)))
     calm = run(1, model=LLAMA)[0]
     for source in ("one.ckpt", "steps"):
         for result in run(2, model=LLAMA, strategy=TP2, ckpt_path=str(tmp_path / source)):

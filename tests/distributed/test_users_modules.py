@@ -401,7 +401,7 @@ def trainer_of(rank: int, world_size: int, strategy: Options | None, **options: 
 
 @cache
 def stock(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = run_ranks(1, fit, name, None)[0]
+    result: dict[str, Any] = run_pooled(1, fit, name, None)[0]
     return result
 
 
@@ -608,7 +608,7 @@ def fit_loader(rank: int, world_size: int, kind: str, strategy: Options | None) 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_one_rank_takes_any_loader_as_it_is(kind: str) -> None:
-    (found,), (expected,) = run_pooled(1, fit_loader, kind, {}), run_ranks(1, fit_loader, kind, None)
+    (found,), (expected,) = run_pooled(1, fit_loader, kind, {}), run_pooled(1, fit_loader, kind, None)
     assert [name for name, _ in found] == [name for name, _ in expected]
     np.testing.assert_allclose([v for _, v in found], [v for _, v in expected], rtol=0, atol=1e-6)
 
@@ -671,9 +671,9 @@ def test_several_ranks_refuse_what_cannot_be_cut(kind: str, sentence: str) -> No
 
 @pytest.mark.slow
 def test_a_weighted_sampler_is_cut_over_ranks() -> None:
-    (alone,) = run_ranks(1, fit_loader, "weighted", {})
+    (alone,) = run_pooled(1, fit_loader, "weighted", {})
     assert len(alone) >= 6
-    for found in run_ranks(3, fit_loader, "weighted", {}):
+    for found in run_pooled(3, fit_loader, "weighted", {}):
         assert [name for name, _ in found] == [name for name, _ in alone]
         np.testing.assert_allclose([v for _, v in found], [v for _, v in alone], rtol=0, atol=1e-5)
 
@@ -773,7 +773,7 @@ def fit_part(rank: int, world_size: int, strategy: Options | None, steps: int, p
 def test_a_checkpoint_inside_an_epoch_goes_on_in_stock_lightning(world_size: int, tmp_path: Path) -> None:
     ours, theirs, back = (str(tmp_path / f"{name}.ckpt") for name in ("ours", "theirs", "back"))
     run_pooled(world_size, fit_part, {}, 3, (None, ours))
-    ((values, steps),) = run_ranks(1, fit_part, None, 7, (ours, theirs))
+    ((values, steps),) = run_pooled(1, fit_part, None, 7, (ours, theirs))
     assert steps == 7
     assert len([name for name, _ in values if name == "train"]) == 4
     for _, steps in run_pooled(world_size, fit_part, {}, 9, (theirs, back)):
