@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import Place
@@ -99,12 +100,22 @@ def served_root(arenas: Path) -> Place | None:
 
     None if it is not recorded, or its path leads to another directory by now.
     """
+    record = lock_record(arenas)
     try:
-        record = json.loads((arenas / LOCK).read_bytes())
         root = place_of(record["root"])
         return root if storage_of(root).identity(root) == record["identity"] else None
-    except (OSError, ConfigurationError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ConfigurationError, KeyError):
         return None
+
+
+def lock_record(arenas: Path) -> dict[str, Any]:
+    """Return what the agent that served the arenas last has recorded; empty if that cannot be read."""
+    try:
+        record = json.loads((arenas / LOCK).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    is_ours = isinstance(record, dict) and isinstance(record.get("root"), str)
+    return record if is_ours else {}
 
 
 def request_stop(arenas: Path) -> None:

@@ -251,12 +251,13 @@ def existing_arenas(name: str, fallback: Path) -> Path | None:
     """The directory that `arena_directory` made for this name; None where there is none of this user's."""
     for room in (MEMORY, fallback):
         path = room / f"{NAMED}{name}"
-        if _is_own(path):
+        if is_own(path):
             return path
     return None
 
 
-def _is_own(path: Path) -> bool:
+def is_own(path: Path) -> bool:
+    """Return True if a path is a directory of this user, and no link."""
     return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
 
 
@@ -274,7 +275,7 @@ def arena_directory(name: str, *, sizes: Mapping[int, int], fallback: Path, memo
     for room in rooms:
         existing = room / f"{NAMED}{name}"
         held = 0
-        if _is_own(existing):
+        if is_own(existing):
             for left_over in existing.glob("[!.]*.new"):  # by a rank that died while it reserved memory
                 left_over.unlink(missing_ok=True)
             held = sum(f.stat().st_size for f in existing.glob(ARENAS))
@@ -323,7 +324,7 @@ def _make_room(directory: Path, sizes: Mapping[int, int]) -> None:
 
 def _make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
-    if not _is_own(directory):
+    if not is_own(directory):
         raise ConfigurationError(f"{directory} belongs to somebody else: choose another run name")
     directory.chmod(0o700)
 

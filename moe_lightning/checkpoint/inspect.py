@@ -7,7 +7,6 @@ which runs leave in memory when their agents are killed as well.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +19,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from moe_lightning.checkpoint.agent_handle import LOCK, LOG, STATUS, STOP
-from moe_lightning.checkpoint.arena import ARENAS, MEMORY, NAMED, Arena
+from moe_lightning.checkpoint.agent_handle import LOCK, LOG, STATUS, STOP, lock_record
+from moe_lightning.checkpoint.arena import ARENAS, MEMORY, NAMED, Arena, is_own
 from moe_lightning.checkpoint.directory import (
     RECORD,
     directories,
@@ -248,7 +247,7 @@ def orphans(rooms: Iterable[Path] = ()) -> list[Orphan]:
     found = []
     for room in dict.fromkeys([MEMORY, *rooms]):
         for path in sorted(room.glob(f"{NAMED}*")):
-            if _is_own(path):
+            if is_own(path) and ((path / LOCK).is_file() or any(path.glob(ARENAS))):
                 with _claimed(path) as is_free:
                     if is_free:
                         found.append(_described(path))
@@ -267,16 +266,6 @@ def remove(orphan: Orphan) -> bool:
         if not os.listdir(orphan.path):
             orphan.path.rmdir()
     return True
-
-
-def _is_own(path: Path) -> bool:
-    """A directory of this user with something in it that an agent or a rank makes."""
-    try:
-        if path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.getuid():
-            return False
-        return (path / LOCK).is_file() or any(path.glob(ARENAS))
-    except OSError:
-        return False
 
 
 @contextmanager
@@ -308,18 +297,10 @@ def _described(path: Path) -> Orphan:
     return Orphan(
         path=path,
         nbytes=sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
-        root=_root_of(path),
+        root=lock_record(path).get("root"),
         unwritten=max(waiting, default=None),
         problems=tuple(problems),
     )
-
-
-def _root_of(path: Path) -> str | None:
-    try:
-        root = json.loads((path / LOCK).read_bytes())["root"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return root if isinstance(root, str) else None
 
 
 def checkpoint_values(path: Place) -> dict[str, Any]:
