@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 claim_processes()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+os.environ["WANDB__DISABLE_STATS"] = "true"  # by a process that outlives the training's by seconds
 
 # How long examples take to make says how busy the machine is.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
