@@ -75,9 +75,9 @@ def pytest_collection_finish() -> None:
     the server of forks import all that ours need, whatever the modules of tests have set."""
     import torch  # not in the process that only hands tests to others
 
-    import tests.entry_points  # noqa: F401
-
     torch.set_num_threads(1)  # the ranks of a distributed test share the machine's few cores
+    if "lightning.fabric" in sys.modules:
+        importlib.import_module("tests.entry_points")
     FORKS.set_forkserver_preload(PRELOADED)
     gc.collect()
     gc.freeze()
