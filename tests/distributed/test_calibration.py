@@ -13,7 +13,7 @@ from moe_lightning.callbacks.calibration import CostMeter, assumed_costs, calibr
 from moe_lightning.callbacks.rank_clock import StepRates
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 
 
 def measure(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str, float], float]:
@@ -26,7 +26,7 @@ def measure(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str,
 
 @pytest.mark.slow
 def test_all_ranks_get_the_same_positive_constants() -> None:
-    (costs, errors, million_bytes_s), other = run_ranks(2, measure)
+    (costs, errors, million_bytes_s), other = run_pooled(2, measure)
     assert (costs, errors) == (other[0], other[1])
     for block in costs:
         assert block["bytes_per_s"] > 0

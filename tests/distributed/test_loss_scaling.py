@@ -166,9 +166,9 @@ def resume(rank: int, world_size: int, source: str) -> list[float]:
 
 def test_the_scale_is_saved_and_restored_on_other_ranks(tmp_path: Path) -> None:
     (quiet,) = run_pooled(1, train, {}, {})
-    assert run_ranks(2, save, str(tmp_path)) == [quiet["scales"][:6]] * 2
+    assert run_pooled(2, save, str(tmp_path)) == [quiet["scales"][:6]] * 2
     assert run_pooled(1, resume, str(tmp_path / "one.ckpt")) == [quiet["scales"][6:]]
-    assert run_ranks(2, resume, str(tmp_path / "steps")) == [quiet["scales"][6:]] * 2
+    assert run_pooled(2, resume, str(tmp_path / "steps")) == [quiet["scales"][6:]] * 2
 
 
 def staged(rank: int, world_size: int) -> list[Any]:
@@ -185,8 +185,8 @@ def staged(rank: int, world_size: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_stages_of_a_pipeline_skip_together() -> None:
-    ((skipped, scales, loss),) = run_ranks(1, staged)
-    found = run_ranks(2, staged)
+    ((skipped, scales, loss),) = run_pooled(1, staged)
+    found = run_pooled(2, staged)
     assert skipped == SKIPPED
     assert [one[:2] for one in found] == [[SKIPPED, scales]] * 2
     assert found[0][2] == pytest.approx(loss, rel=2e-3)

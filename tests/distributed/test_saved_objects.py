@@ -24,7 +24,7 @@ from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.checkpoints import Checkpoints
 from tests.agents import agent_ahead
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.test_hook_order import trainer_of
 from tests.distributed.test_users_modules import Base, tokens
 from tests.parameters import slow
@@ -108,7 +108,7 @@ def plain_module() -> Base:
 
 def ranks(size: int, root: Path, kind: str, *arguments: Any, **options: Any) -> list[Any]:
     agent = agent_ahead(root) if kind == "directory" else None
-    found = run_ranks(size, partial(run, **options), root, kind, *arguments)
+    found = run_pooled(size, partial(run, **options), root, kind, *arguments)
     if agent is not None and not isinstance(found[0], str):
         agent.join(60.0)
     return found
@@ -148,7 +148,7 @@ def lock_on_rank_zero(rank: int) -> Any:
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
 def test_what_rank_zero_cannot_save_ends_every_rank_with_its_sentence(kind: str, tmp_path: Path) -> None:
-    ended = run_ranks(2, run, tmp_path / "checkpoints", kind, Base, lock_on_rank_zero, 2)
+    ended = run_pooled(2, run, tmp_path / "checkpoints", kind, Base, lock_on_rank_zero, 2)
     assert ended[0] == ended[1]
     assert ended[0].startswith("callbacks['Keeps']['value'] is of class lock, which cannot be saved")
 

@@ -360,8 +360,8 @@ def fit_with_callbacks(rank: int, world_size: int, folder: str) -> dict[str, Any
 
 @pytest.mark.slow
 def test_checkpoints_early_stopping_and_monitors(tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, fit_with_callbacks, str(tmp_path / "one"))
-    ranks = run_ranks(2, fit_with_callbacks, str(tmp_path / "two"))
+    (alone,) = run_pooled(1, fit_with_callbacks, str(tmp_path / "one"))
+    ranks = run_pooled(2, fit_with_callbacks, str(tmp_path / "two"))
     for result in ranks:
         assert result["epochs"] == alone["epochs"] == 2
         assert result["best"] == alone["best"]

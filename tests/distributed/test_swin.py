@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.balanced_training import Moving
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import Recorder, make_trainer, replicas_of
 from tests.huggingface_models import inputs_for, logits_of, make_checkpoint
 
@@ -106,8 +106,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "num_experts": 4,
     }
     kept = str(folder / "checkpoints")
-    one = run_ranks(1, train_all, {"scratch": {}, "upcycled": {"config": upcycled}})[0]
-    two = run_ranks(
+    one = run_pooled(1, train_all, {"scratch": {}, "upcycled": {"config": upcycled}})[0]
+    two = run_pooled(
         2,
         train_all,
         {
