@@ -7,6 +7,7 @@ one-line explanation.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -41,7 +42,7 @@ class Vocabulary:
         beside: further override by key that was read from another name, unless its own key is given.
         settings: overrides by whole setting; they stand for it whatever the configuration has.
         explained: advice by key that means nothing certain here.
-        further: by group whose class takes more arguments than the configuration states, the file that states them.
+        further: by group, a test of names: True for an argument of its class that the configuration leaves out.
         nullable: keys that are null until a key below them is given, each with advice where the configuration has none.
         options: words that begin with a dash and are the command's own, with the number of words that follow each.
         words: advice by bare word.
@@ -53,13 +54,13 @@ class Vocabulary:
     beside: Mapping[str, str]
     settings: Mapping[str, str]
     explained: Mapping[str, str]
-    further: Mapping[str, str]
+    further: Mapping[str, Callable[[str], bool]]
     nullable: Mapping[str, str]
     options: Mapping[str, int]
     words: Mapping[str, str]
 
     @classmethod
-    def load(cls, program: str) -> Self:
+    def load(cls, program: str, further: Mapping[str, Callable[[str], bool]] | None = None) -> Self:
         """Read a command's vocabulary from vocabulary.yaml."""
         data = yaml.safe_load(Path(__file__).with_name("vocabulary.yaml").read_text())[program]
         settings = {
@@ -76,7 +77,7 @@ class Vocabulary:
             beside=data.get("beside", {}),
             settings=settings,
             explained={word: entry["advice"] for entry in data["explained"] for word in entry["words"].split()},
-            further=data.get("further", {}),
+            further=further or {},
             nullable=data.get("nullable", {}),
             options={word: count for count, words in data["options"].items() for word in words.split()},
             words=data["words"],
@@ -219,9 +220,8 @@ class _Reader:
             target = next((target for target in targets if target in self.known), targets[0])
             return self.overrides(f"{target}={value}")
         group, _, name = key.partition(".")
-        if group in vocabulary.further and name.isidentifier():
-            stated = OmegaConf.load(CONFIG_DIR / vocabulary.further[group])
-            return [setting] if name in stated else [f"++{setting}"]
+        if group in vocabulary.further and vocabulary.further[group](name):
+            return [f"++{setting}"]
         if "." not in key and key not in self._top and key not in self.known:
             ending = self._by_ending(key)
             return [setting] if ending is None else [f"{ending}={value}"]
@@ -258,5 +258,18 @@ def with_groups(names: Mapping[str, str]) -> dict[str, str]:
     return {word: key for word, key in found.items() if word not in targets}
 
 
-TRAIN = Vocabulary.load("moe-train")
+_PASSED = ("callbacks", "logger", "plugins", "strategy", "profiler")
+"""Arguments of the Trainer that moe-train gives itself, or that no text can be."""
+
+
+def _is_further_trainer_argument(name: str) -> bool:
+    """True for what the Trainer takes and conf/trainer leaves out."""
+    if not name.isidentifier() or name in OmegaConf.load(CONFIG_DIR / "trainer" / "default.yaml") or name in _PASSED:
+        return False
+    from lightning.pytorch import Trainer  # seconds, and only for such a name
+
+    return name in inspect.signature(Trainer).parameters
+
+
+TRAIN = Vocabulary.load("moe-train", {"trainer": _is_further_trainer_argument})
 SIM = Vocabulary.load("moe-sim")
