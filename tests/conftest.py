@@ -59,6 +59,21 @@ def _module(test: Path) -> str:
     return ".".join(test.relative_to(Path(__file__).parents[1]).with_suffix("").parts)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Do not make the slow cases of a run that leaves them out: they are nearly half of all."""
+    if metafunc.config.option.markexpr != "not slow":
+        return
+    function = metafunc.definition
+    for index, mark in enumerate(function.own_markers):
+        if mark.name == "parametrize" and not isinstance(mark.kwargs.get("ids"), list | tuple):
+            names, values = mark.args[0], list(mark.args[1])
+            kept = [v for v in values if all(m.name != "slow" for m in getattr(v, "marks", ()))]
+            if function.get_closest_marker("slow"):
+                kept = []
+            function.own_markers[index] = pytest.mark.parametrize(names, kept or values[:1], **mark.kwargs).mark
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by folder: pure parts, ranks, commands, kills; inside one the order stays as it is."""
     rerun_known_races(items)
