@@ -146,8 +146,11 @@ class Address:
     port: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str, least_port: int = 1) -> Self:
         """Return the address in a text as `str` writes it.
+
+        Args:
+            least_port: 0 for an address to listen on, where it stands for any port.
 
         Raises:
             ConfigurationError: it is none.
@@ -155,8 +158,9 @@ class Address:
         if text.startswith(_UNIX):
             return cls(path=text.removeprefix(_UNIX))
         host, _, port = text.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 <= int(port) <= 65535:
-            raise ConfigurationError(f"{shown(text)} must be HOST:PORT, with a port of 0 to 65535")
+        is_number = port.isascii() and port.isdigit() and len(port) <= 5
+        if not host or not is_number or not least_port <= int(port) <= 65535:
+            raise ConfigurationError(f"{shown(text)} must be HOST:PORT, with a port of {least_port} to 65535")
         host = host.strip("[]")
         try:
             host.encode("idna")

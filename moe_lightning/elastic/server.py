@@ -422,7 +422,7 @@ def listen(bind: str) -> socket.socket:
     Raises:
         ConfigurationError: it is in use or not of this machine, or a name that only this machine reaches.
     """
-    address = Address.parse(bind)
+    address = Address.parse(bind, least_port=0)
     if (loopback := loopback_of_name(address)) is not None:
         raise ConfigurationError(
             f"{address.host} is {loopback} on this machine (/etc/hosts), which no other one reaches: bind this "

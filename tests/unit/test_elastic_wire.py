@@ -69,6 +69,12 @@ def test_what_no_resolver_takes_is_no_address(host: str) -> None:
         Address.parse(f"{host}:29510")
 
 
+def test_port_0_is_only_for_listeners() -> None:
+    with pytest.raises(ConfigurationError, match="with a port of 1 to 65535"):
+        Address.parse("host:0")
+    assert Address.parse("host:0", least_port=0).port == 0
+
+
 @pytest.mark.parametrize("text", ["[::1]:1", "[fe80::1%eth0]:1", "a_b:1", "host.:1", "bücher.example:1"])
 def test_names_that_resolvers_take_are_addresses(text: str) -> None:
     assert str(Address.parse(text)) == text
