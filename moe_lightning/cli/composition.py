@@ -659,7 +659,11 @@ def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
     is_chosen = any(name.startswith(".".join((*parts[:2], ""))) for name in names)
     if parts[0] == "callbacks" and len(parts) > 1 and not is_chosen and parts[1] in choices("callbacks"):
         return f"there is no key '{key}', because callbacks.{parts[1]} is not chosen: add callbacks={parts[1]}"
-    return f"there is no key '{key}'{suggestion(key.replace('/', '.'), names)}: {listing} shows all keys"
+    near, parent = suggestion(key.replace("/", "."), names), key.rpartition(".")[0]
+    siblings = (name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent != "")
+    beside = sorted(name for name in siblings if not name.startswith("_"))
+    cure = f"{listing} shows all keys" if near or not beside else f"{parent} has {', '.join(beside)}"
+    return f"there is no key '{key}'{near}: {cure}"
 
 
 def known_keys(
