@@ -333,12 +333,13 @@ def memory_refusal(run: PlannedRun, free: float, process: float = 0.0) -> str | 
     cures, need = best_cures(run, free)
     needs = f"this run needs {_gigabytes(memory.total + process)} a rank, {_gigabytes(free + process)} are free"
     words = " and ".join([*([", ".join(cures[:-1])] if cures[1:] else []), *cures[-1:]])
+    less = "use a smaller model or context, or more machines"
     if not cures:
-        cure = "use a smaller model, or more machines"
+        cure = less
     elif need <= free:
         cure = f"use {words} ({_gigabytes(need + process)})"
     else:
-        cure = f"even with {words} it needs {_gigabytes(need + process)}, so use a smaller model, or more machines"
+        cure = f"even with {words} it needs {_gigabytes(need + process)}, so {less}"
     return f"{needs}: {cure}; check_memory=false starts it anyway"
 
 

@@ -255,7 +255,7 @@ def test_a_refusal_is_one_line() -> None:
     assert ": even with " in hopeless
     assert "trainer.accumulate_grad_batches=32" in hopeless  # before what changes the training
     assert "global_batch_size" not in hopeless
-    assert "use a smaller model, or more machines" in hopeless
+    assert "use a smaller model or context, or more machines" in hopeless
 
 
 def test_a_run_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
