@@ -40,10 +40,11 @@ _ROUNDING = 1 - 1e-9
 _PARTS = 1 << 20
 """Shares of transfers are multiples of one of these."""
 
-TransferMethod = Literal["scatter", "direct"]
+TransferMethod = Literal["scatter", "direct", "average"]
 """Way of an expert's weights to m ranks. "direct": the home sends m copies, as training does. "scatter": a broadcast,
 in which the home sends m different pieces that the targets then gather among themselves: about two copies' time however
-large m is."""
+large m is. "average": eq. 4 of Pro-Prophet, which divides all bytes, the owner's included, by the bandwidth of all
+ranks."""
 
 
 @validated
@@ -168,6 +169,9 @@ def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) 
     moved = np.flatnonzero(shadows.any(axis=1))
     num_ranks, visits = shadows.shape[1], shadows[moved].astype(np.int64)
     count = visits.sum(axis=1)
+    if transfer == "average":
+        evenly = int((ONE_COPY * (count + 1) // num_ranks).sum())
+        return np.full((1, 2, num_ranks), evenly, dtype=np.int64)
     at_home = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(at_home, homes[moved], ONE_COPY if transfer == "scatter" else ONE_COPY * count)
     received = ONE_COPY * visits.sum(axis=0)
@@ -188,13 +192,32 @@ def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts, schedu
         scheduled: whether Trans and Agg run under computations (eq. 8) or on their own (eq. 6).
     """
     computed, sent, received, touched = (volumes[..., index, :] for index in range(4))
+    phases = [(copies[..., phase, 0, :], copies[..., phase, 1, :]) for phase in range(copies.shape[-3])]
+    return predict_totals(computed, touched, (sent, received), phases, costs, scheduled)
+
+
+def predict_totals(
+    computed: IntArray,
+    touched: IntArray,
+    exchanged: Sequence[IntArray],
+    phases: Sequence[Sequence[IntArray]],
+    costs: BlockCosts,
+    scheduled: bool = True,
+) -> BlockTimes:
+    """`predict_block` from its single totals, int64 [..., N] each.
+
+    Args:
+        computed, touched: rows and experts that each rank computes.
+        exchanged: rows that each rank sends, and those that it receives.
+        phases: for each phase of Trans, copies that each rank sends and receives; one table where they are the same.
+        costs, scheduled: as for `predict_block`.
+    """
     if np.ndim(costs.rows_per_s) == 0 and not costs.expert_s:  # the busiest rank is the slowest
         forward_s = computed.max(axis=-1) / costs.rows_per_s
     else:
         forward_s = (computed / costs.rows_per_s + touched * costs.expert_s).max(axis=-1)
-    (exchange_s,) = _exchange_s((sent, received), (costs.row_bytes,), costs)
+    (exchange_s,) = _exchange_s(exchanged, (costs.row_bytes,), costs)
     units = (costs.weight_bytes / ONE_COPY, costs.gradient_bytes / ONE_COPY)
-    phases = [(copies[..., phase, 0, :], copies[..., phase, 1, :]) for phase in range(copies.shape[-3])]
     by_phase = [_exchange_s(phase, units, costs) for phase in phases]
     trans_s, agg_s = (reduce(np.add, seconds) for seconds in zip(*by_phase, strict=True))
     return block_times(exchange_s, forward_s, trans_s, agg_s, costs, scheduled)

@@ -13,6 +13,7 @@ experts on a rank, P pairs of an expert and a rank that holds it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,10 +24,12 @@ from moe_lightning.balancing.cost_model import (
     ONE_COPY,
     BlockCosts,
     BlockTimes,
+    TransferMethod,
     even_forward_s,
     least_s,
     pair_volumes,
     predict_block,
+    predict_totals,
     sending_s,
     total_copies,
 )
@@ -86,6 +89,52 @@ def _fastermoe_estimates(tokens: IntArray, placement: Placement, costs: BlockCos
     per_row_s = (1 + costs.backward_ratio) / rows_per_s + 4 * costs.row_bytes / bytes_per_s
     copies_s = np.arange(len(left)) * costs.weight_bytes / bytes_per_s
     return np.asarray(per_row_s * left.max(axis=1) + copies_s, dtype=np.float64)
+
+
+class CopyTotals:
+    """`total_copies` of the experts moved so far, in units of 1 / ONE_COPY.
+
+    Args:
+        num_searches: R at the start.
+        num_ranks: N.
+        transfer: see `TransferMethod`.
+    """
+
+    def __init__(self, num_searches: int, num_ranks: int, transfer: TransferMethod) -> None:
+        self._transfer = transfer
+        self._from_home = np.zeros((num_searches, num_ranks), dtype=np.int64)
+        self._to_shadows = np.zeros((2 if transfer == "scatter" else 1, num_searches, num_ranks), dtype=np.int64)
+
+    @property
+    def phases(self) -> Sequence[Sequence[IntArray]]:
+        """For each phase of Trans, int64 [R, N]: what ranks send and receive; one table where that is the same."""
+        if self._transfer == "average":
+            return ((self._from_home,),)
+        sent, received = self._from_home, self._to_shadows[0]
+        return ((sent, received), (self._to_shadows[1],)) if self._transfer == "scatter" else ((sent, received),)
+
+    def keep(self, goes_on: BoolArray) -> None:
+        """Forget the searches where bool [R] is false."""
+        self._from_home, self._to_shadows = self._from_home[goes_on], self._to_shadows[:, goes_on]
+
+    def add(self, shadows: IntArray, homes: IntArray, count: IntArray) -> None:
+        """Count one more expert in each search.
+
+        Args:
+            shadows: int64 [R, N], 1 where it goes.
+            homes: int64 [R], the rank that sends it.
+            count: int64 [R], how many shadows it gets, at least 1.
+        """
+        searches = np.arange(len(homes))
+        if self._transfer == "average":
+            self._from_home += (ONE_COPY * (count + 1) // shadows.shape[1])[:, None]
+        elif self._transfer == "direct":
+            self._from_home[searches, homes] += ONE_COPY * count
+            self._to_shadows += shadows * ONE_COPY
+        else:
+            piece = ONE_COPY // count
+            self._from_home[searches, homes] += ONE_COPY
+            self._to_shadows += np.stack([piece, ONE_COPY - piece])[:, :, None] * shadows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -198,17 +247,17 @@ class _Searches:
     Attributes:
         rows: int64 [R]: which n they are of.
         volumes: int64 [4, R, N]: rows computed, sent, received; experts.
-        copies: int64 [P, 2, R, N]: sent and received in each phase of Trans, see `total_copies`.
+        copies: of their plans.
     """
 
     rows: IntArray
     volumes: IntArray
-    copies: IntArray
+    copies: CopyTotals
 
     def keep(self, goes_on: BoolArray) -> None:
         """Continue these [R] only."""
         self.rows, self.volumes = self.rows[goes_on], self.volumes[:, goes_on]
-        self.copies = self.copies[:, :, goes_on]
+        self.copies.keep(goes_on)
 
 
 class GreedyMoves:
@@ -232,7 +281,7 @@ class GreedyMoves:
         self._searches = _Searches(
             rows=np.arange(num_values),
             volumes=np.repeat(layer.unmoved[:, None], num_values, axis=1),
-            copies=np.zeros((1 if costs.transfer == "direct" else 2, 2, num_values, num_ranks), dtype=np.int64),
+            copies=CopyTotals(num_values, num_ranks, costs.transfer),
         )
         lacking = num_ranks - layer.placement.pairs.num_holders
         self._targets = np.maximum(lacking - values_B[:, None], 0)  # [B, E], ranks that a moved expert is copied to
@@ -326,23 +375,10 @@ class GreedyMoves:
         for expert, same in groups:
             self._share_rest(expert, same, rest[same])
         targets = self._targets[rows, experts]
-        self._send(shadows, layer.homes[experts], targets)
+        self._searches.copies.add(shadows, layer.homes[experts], targets)
         self._useless[rows, experts] = True
         self._num_copies[rows] += targets
         self._made.append((rows, experts))
-
-    def _send(self, shadows: IntArray, homes: IntArray, count: IntArray) -> None:
-        """Add the copies of one more expert in each search, from its home int64 [R] to int64 [R] ranks, 1 in int64
-        [R, N]."""
-        copies, searches = self._searches.copies, np.arange(len(homes))
-        if self._costs.transfer == "direct":
-            copies[0, 0, searches, homes] += ONE_COPY * count
-            copies[0, 1] += ONE_COPY * shadows
-        else:
-            piece = (ONE_COPY // count)[:, None]
-            copies[0, 0, searches, homes] += ONE_COPY
-            copies[0, 1] += piece * shadows
-            copies[1] += (ONE_COPY - piece) * shadows  # each target sends and receives what it lacks
 
     def _share_rest(self, expert: int, rows: IntArray, rest: IntArray) -> None:
         """Give the residents of an expert int64 [rows] of its tokens instead of all."""
@@ -372,8 +408,8 @@ class GreedyMoves:
         return self._orders[expert]
 
     def _predict(self) -> BlockTimes:
-        volumes, copies = np.moveaxis(self._searches.volumes, 0, -2), np.moveaxis(self._searches.copies, 2, 0)
-        return predict_block(volumes, copies, self._costs, self._scheduled)
+        computed, *exchanged, touched = self._searches.volumes
+        return predict_totals(computed, touched, exchanged, self._searches.copies.phases, self._costs, self._scheduled)
 
 
 _MAX_VALUES = 16

@@ -145,6 +145,9 @@ def copy_volumes(shadows: np.ndarray, homes: np.ndarray, transfer: TransferMetho
     count = shadows.sum(axis=-1, keepdims=True)
     moved = (count > 0).astype(np.int64)
     at_home = homes[..., None] == np.arange(num_ranks)
+    if transfer == "average":
+        evenly = np.broadcast_to(ONE_COPY * (count + moved) // num_ranks, shadows.shape)
+        return np.stack([evenly, evenly], axis=-2)[..., None, :, :]
     volumes = np.empty((*shadows.shape[:-1], 1 if transfer == "direct" else 2, 2, num_ranks), dtype=np.int64)
     if transfer == "direct":
         np.multiply(at_home, ONE_COPY * count, out=volumes[..., 0, 0, :])

@@ -44,6 +44,7 @@ def costs(**changes: object) -> BlockCosts:
         "gradient_bytes": 500.0,
         "bytes_per_s": 100.0,
         "rows_per_s": 20.0,
+        "transfer": "average",
     }
     return BlockCosts(**(neutral | changes))  # type: ignore[arg-type]
 
@@ -58,7 +59,7 @@ def test_volumes_by_hand() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**31), method=st.sampled_from(["direct", "scatter"]))
+@given(seed=st.integers(0, 2**31), method=st.sampled_from(["direct", "scatter", "average"]))
 def test_totals_are_sums_over_experts(seed: int, method: str) -> None:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 50, (5, 4)) * (rng.random((5, 4)) < 0.7)
@@ -71,18 +72,20 @@ def test_totals_are_sums_over_experts(seed: int, method: str) -> None:
 
 
 def test_equations_1_to_6_without_scheduler() -> None:
-    copies = np.full((1, 2, 3), ONE_COPY)
+    shadows = np.array([[False, True, True], [False] * 3, [False] * 3])
+    copies = copy_volumes(shadows, np.arange(3), "average").sum(axis=0)
     times = predict_block(row_volumes(TOKENS, QUOTA).sum(axis=0), copies, costs(), scheduled=False)
     assert times.exchange_s == pytest.approx(2 * 10 / 100)  # eq. 1: most received rows
     assert times.forward_s == pytest.approx(3 / 20)
     assert times.backward_s == pytest.approx(2 * 3 / 20)
-    assert times.trans_s == pytest.approx(1000 / 100)
+    assert times.trans_s == pytest.approx(1 * (3 - 0) * 1000 / (3 * 100))  # eq. 4 with s=1, D=3, n=0
     assert times.agg_s == pytest.approx(5.0)
     assert times.total_s == pytest.approx(4 * 0.2 + 3 * 0.15 + 10.0 + 5.0)
 
 
 def test_scheduler_hides_transfers_under_experts_and_dense_layers() -> None:
-    copies = np.full((1, 2, 3), ONE_COPY)
+    shadows = np.array([[False, True, True], [False] * 3, [False] * 3])
+    copies = copy_volumes(shadows, np.arange(3), "average").sum(axis=0)
     volumes = row_volumes(TOKENS, QUOTA).sum(axis=0)
     times = predict_block(volumes, copies, costs(dense_forward_s=4.0, dense_backward_s=9.0))
     assert times.exposed_trans_s == pytest.approx(10.0 - 0.15 - 4.0)

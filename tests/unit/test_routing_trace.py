@@ -38,7 +38,7 @@ STRIDES = [pytest.param(60, id="sample"), slow(2, id="whole")]
 
 NODES, SLOTS = 10, 6
 SIXTEEN = uniform_placement(16, 16)
-COSTS = replace(balance_trace.reference_costs(), transfer="scatter")
+COSTS = replace(balance_trace.reference_costs(), transfer="average")
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from moe_lightning.errors import ConfigurationError
 from tests.unit.planning_references import searched_shadows
 
 COSTS = BlockCosts(
-    row_bytes=8192, weight_bytes=4e6, gradient_bytes=4e6, bytes_per_s=6e9, rows_per_s=4e5, transfer="scatter"
+    row_bytes=8192, weight_bytes=4e6, gradient_bytes=4e6, bytes_per_s=6e9, rows_per_s=4e5, transfer="average"
 )
 
 
@@ -76,7 +76,7 @@ def test_quotas_conserve_tokens_and_stay_on_holders(layer: tuple[np.ndarray, Pla
 @settings(deadline=None, max_examples=150)
 @given(
     layer=layers(),
-    transfer=st.sampled_from(["scatter", "direct"]),
+    transfer=st.sampled_from(["scatter", "direct", "average"]),
     weight_bytes=st.sampled_from([1e3, 1e5, 4e6]),
     uneven=st.booleans(),
     alpha=st.sampled_from([0.0, 0.1, 0.5]),
