@@ -639,7 +639,7 @@ def unreadable(override: str) -> str:
         return (
             f"{shown(override)} is not a setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml"
         )
-    meant = [f"{group}={override}" for group in _groups() if override in choices(group)]
+    meant = [f"{group}={override}" for group in ("recipes", *_groups()) if override in choices(group)]
     meant += [f"data.source={override}"] if Path(override).exists() else []
     near = f" (did you mean '{meant[0]}'?)" if meant else ""
     return f"{shown(override)} is not a setting{near}: write KEY=VALUE, such as trainer.max_steps=100"
