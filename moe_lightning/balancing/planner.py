@@ -267,9 +267,12 @@ class BalancePlanner:
         self._interval = min(FIRST_REBALANCE, policy.rebalance_every)
         self._wait = self._interval
 
-    def set_dense_times(self, forward_s: float, backward_s: float) -> None:
-        """Plan with these times of a block's dense layers; the same on every rank, after the same step."""
-        self.costs = [replace(c, dense_forward_s=forward_s, dense_backward_s=backward_s) for c in self.costs]
+    def set_dense_times(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> None:
+        """Plan with these times of each block's dense layers; the same on every rank, after the same step."""
+        self.costs = [
+            replace(costs, dense_forward_s=forward, dense_backward_s=backward)
+            for costs, forward, backward in zip(self.costs, forward_s, backward_s, strict=True)
+        ]
 
     def set_speeds(self, speeds: IntArray | None) -> None:
         """Plan for ranks of these speeds, int64 [N], from now on, and soon for new placements; the same on every rank,

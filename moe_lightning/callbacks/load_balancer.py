@@ -32,7 +32,6 @@ from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
 from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.callbacks.calibration import CostMeter
-from moe_lightning.callbacks.rank_clock import StepRates
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.compat import private_lightning
@@ -383,7 +382,7 @@ class LoadBalancer(ExpertParallelCallback):
         if self._restored is not None:
             planner.load_state_dict(self._own_part(self._restored))
         self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
-        self.follower.begin(times_dense=self._costs.times_dense)
+        self.follower.begin()
         planner.set_speeds(self.follower.experts.speeds)
         self._counts = StepCounts(layers)
         self._counts.watch(partial(self._observe, strategy.steps if is_pipeline else None))
@@ -520,16 +519,16 @@ class LoadBalancer(ExpertParallelCallback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self.follower is not None and self.follower.clock is not None:
-            self.follower.clock.turn()
+        self._costs.turn()
+        if self.follower is not None:
+            self.follower.turn()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self.planner is None or self.follower is None:
             return
-        clock = self.follower.clock
-        if clock is not None:
-            clock.end_micro_batch(_strategy(trainer).steps.stream.num_samples)
+        self._costs.end_micro_batch()
+        self.follower.end_micro_batch()
         # Experts that move drop their gradients, which another optimizer than the last one may still accumulate.
         is_open = not pl_module.automatic_optimization and any(
             p.grad is not None and p not in self._counts.stepped for p in _trained_experts(trainer)
@@ -538,15 +537,11 @@ class LoadBalancer(ExpertParallelCallback):
             return
         self._counts.has_ended = True
         self._since_log.steps += 1
-        rates: list[StepRates] = []
-        if clock is not None:
-            clock.end_step()
-            rates = list(clock.rates())
-        times = self._costs.end_step(rates)
+        times = self._costs.end_step()
         if times is not None:
             local = torch.tensor(times, device=trainer.strategy.root_device, dtype=torch.float64)
             self.planner.set_dense_times(*trainer.strategy.reduce(local, reduce_op="max").tolist())
-        if self.follower.end_step(rates):
+        if self.follower.end_step():
             self.planner.set_speeds(self.follower.experts.speeds)
         if private_lightning.logs_now(trainer):
             _strategy(trainer).world.synchronize()  # a device counts a wait of this step once it has ended

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, starmap
-from typing import Any, NamedTuple
+from itertools import starmap
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,30 +23,12 @@ from moe_lightning.parallel.context import ExchangeClock, has_passed, seconds_be
 
 @dataclass(kw_only=True)
 class _Step:
-    """Intervals (began, ended) of one step in the experts, and between the MoE layers in forward and backward passes;
-    and how much was done in them."""
+    """Intervals (began, ended) of one step, and how much was done in them."""
 
     experts: list[tuple[Any, Any]] = field(default_factory=list)
-    forward: list[tuple[Any, Any]] = field(default_factory=list)
-    backward: list[tuple[Any, Any]] = field(default_factory=list)
+    between: list[tuple[Any, Any]] = field(default_factory=list)
     rows: int = 0
     samples: int = 0
-    micro_batches: int = 0
-
-
-class StepRates(NamedTuple):
-    """Seconds of a step's units of work on this rank; 0 where there was none.
-
-    Attributes:
-        row_s: of a row in the experts.
-        sample_s: of a sample between the MoE layers and in the head's backward pass.
-        forward_s, backward_s: of all that lies between the MoE layers, in each pass of a micro-batch.
-    """
-
-    row_s: float
-    sample_s: float
-    forward_s: float
-    backward_s: float
 
 
 class RankClock:
@@ -105,31 +87,21 @@ class RankClock:
         """Both passes have ended, over so many samples."""
         self._is_backward, self._left_at = False, None
         self._step.samples += samples
-        self._step.micro_batches += 1
 
     def end_step(self) -> None:
         """All micro-batches of the step have ended."""
         self._done.append(self._step)
         self._step = _Step()
 
-    def rates(self) -> Iterator[StepRates]:
-        """Yield the rates of ended steps not yet reported, as far as the device has come."""
-        while self._done and all(has_passed(ended) for _, ended in self._intervals(self._done[0])):
+    def rates(self) -> Iterator[tuple[float, float]]:
+        """Yield the rates of ended steps not yet reported, as far as the device has come: the seconds of a row in the
+        experts, and of a sample between the MoE layers and in the head's backward; 0 where there was none.
+        """
+        while self._done and all(has_passed(ended) for _, ended in (*self._done[0].experts, *self._done[0].between)):
             step = self._done.popleft()
-            forward_s, backward_s = (
-                sum(starmap(seconds_between, intervals)) for intervals in (step.forward, step.backward)
-            )
-            micro_batches = max(1, step.micro_batches)
-            yield StepRates(
-                row_s=sum(starmap(seconds_between, step.experts)) / step.rows if step.rows else 0.0,
-                sample_s=(forward_s + backward_s) / step.samples if step.samples else 0.0,
-                forward_s=forward_s / micro_batches,
-                backward_s=backward_s / micro_batches,
-            )
-
-    @staticmethod
-    def _intervals(step: _Step) -> Iterator[tuple[Any, Any]]:
-        return chain(step.experts, step.forward, step.backward)
+            row_s = sum(starmap(seconds_between, step.experts)) / step.rows if step.rows else 0.0
+            sample_s = sum(starmap(seconds_between, step.between)) / step.samples if step.samples else 0.0
+            yield row_s, sample_s
 
     # ------------------------------------------------------------------ stamps
 
@@ -160,8 +132,7 @@ class RankClock:
     def _arrive(self) -> None:
         """A pass has come to a layer."""
         if self._left_at is not None:
-            passes = self._step.backward if self._is_backward else self._step.forward
-            passes.append((self._left_at, stamp(self._device)))
+            self._step.between.append((self._left_at, stamp(self._device)))
         self._left_at = None
 
     def _leave(self) -> None:

@@ -10,7 +10,7 @@ the same step: the whole step of a rank that has got fewer is no longer slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading
-from moe_lightning.callbacks.rank_clock import RankClock, StepRates
+from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.callbacks.telemetry import Metric
 from moe_lightning.config import validated
 from moe_lightning.data.sampler import StepCut
@@ -83,7 +83,6 @@ class SpeedFollower:
         rates: of this rank so far.
 
     Attributes:
-        clock: of this rank; None where nothing is measured.
         experts, samples: what the ranks agree on: quotas, placements and shadows follow the first, slices the second.
 
     Raises:
@@ -94,7 +93,7 @@ class SpeedFollower:
     def __init__(self, policy: SpeedPolicy, strategy: ExpertParallelStrategy, rates: OwnRates) -> None:
         self._policy, self._strategy, self._rates = policy, strategy, rates
         self._check()
-        self.clock: RankClock | None = None
+        self._clock: RankClock | None = None
         self._steps = 0
         self._stages, self._world = strategy.state.stages, strategy.world.stage
         given = self._given()
@@ -105,17 +104,13 @@ class SpeedFollower:
         self.samples = AgreedSpeeds(nodes if self._stages.num_stages == 1 else range(self._world.size), slowest)
         self._slow_for = np.zeros(self._world.size, dtype=np.int64)
 
-    def begin(self, *, times_dense: bool) -> None:
-        """Measure the ranks, or share tokens and samples by the given speeds.
-
-        Args:
-            times_dense: measure this rank in any case, for the times of its dense layers.
-        """
+    def begin(self) -> None:
+        """Measure the ranks, or share tokens and samples by the given speeds."""
         strategy = self._strategy
-        if self._policy.speeds == "measured" or times_dense:
+        if self._policy.speeds == "measured":
             bubbles = self._world.bubbles if self._stages.num_stages > 1 else None
-            self.clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
-        if not isinstance(self._policy.speeds, str):
+            self._clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
+        elif self._policy.speeds != "even":
             strategy.experts.set_speeds(self.experts.speeds)
             self._share_samples()
 
@@ -158,20 +153,31 @@ class SpeedFollower:
 
     def close(self) -> None:
         """Measure no longer, and share tokens and samples evenly again."""
-        if self.clock is not None:
-            self.clock.close()
+        if self._clock is not None:
+            self._clock.close()
         self._strategy.experts.set_speeds(None)
         self._strategy.share_samples(None)
 
     # ------------------------------------------------------------------ a step
 
-    def end_step(self, rates: Iterable[StepRates]) -> bool:
-        """Add measurements of this rank's steps, and return True if the speeds that experts follow have changed."""
-        if self._policy.speeds != "measured":
+    def turn(self) -> None:
+        """The backward pass begins."""
+        if self._clock is not None:
+            self._clock.turn()
+
+    def end_micro_batch(self) -> None:
+        """Both passes of a micro-batch have ended."""
+        if self._clock is not None:
+            self._clock.end_micro_batch(self._strategy.steps.stream.num_samples)
+
+    def end_step(self) -> bool:
+        """Add the step's measurements, and return True if the speeds that experts follow have changed."""
+        if self._clock is None:
             return False
-        for step in rates:
-            self._rates.row_s.add(step.row_s)
-            self._rates.sample_s.add(step.sample_s)
+        self._clock.end_step()
+        for row_s, sample_s in self._clock.rates():
+            self._rates.row_s.add(row_s)
+            self._rates.sample_s.add(sample_s)
         self._steps += 1
         has_changed = (self._steps - 1) % self._policy.speeds_every == 0 and self._agree()
         self._look_after_stragglers()

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.uneven_worker import Burner
 from moe_lightning.callbacks import speeds as speed_follower
 from moe_lightning.callbacks.load_balancer import LoadBalancer
-from moe_lightning.callbacks.rank_clock import RankClock, StepRates
+from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.errors import ConfigurationError
 from tests.distributed import training
 from tests.distributed.harness import run_pooled, run_ranks
@@ -57,14 +57,13 @@ class TestClock(RankClock):
     rank = steps = 0
     slow: Mapping[int, tuple[float, int, int]] = MappingProxyType({})  # of a rank: factor, first and last step
 
-    def rates(self) -> Iterator[StepRates]:
+    def rates(self) -> Iterator[tuple[float, float]]:
         assert len(list(super().rates())) == 1, "every step has its times"
         factor, first, last = self.slow.get(self.rank, (1.0, 0, 0))
         jitter = np.random.default_rng([self.rank, self.steps]).lognormal(0.0, 0.05, 2)
         slow = factor if first <= self.steps < last else 1.0
         self.steps += 1
-        row_s, sample_s = (1e-6 * slow * jitter[0], 1e-3 * slow * jitter[1])
-        yield StepRates(row_s=float(row_s), sample_s=float(sample_s), forward_s=0.0, backward_s=0.0)
+        yield float(1e-6 * slow * jitter[0]), float(1e-3 * slow * jitter[1])
 
 
 def uneven(

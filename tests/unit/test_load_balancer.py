@@ -201,7 +201,7 @@ def test_transfers_go_under_dense_layers_first() -> None:
     planner = make(rebalance_every=0)
     observe(planner, skewed(0))
     assert planner.early_shares() == [1.0, 1.0]
-    planner.set_dense_times(1.0, 0.0)
+    planner.set_dense_times([1.0] * LAYERS, [0.0] * LAYERS)
     assert planner.early_shares() == [0.0, 0.0]
 
 
