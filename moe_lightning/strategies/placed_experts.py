@@ -743,13 +743,13 @@ class StageMap:
         Raises:
             ConfigurationError: on every rank, the refusal of one of them, before anything moves.
         """
+        wanted = fingerprint(*(placement.replicas for placement in placements))
+        check_agreement(wanted, "the new placement", self.world)  # first: what is refused then, every rank refuses
         if len(placements) != len(self.layers):
             raise ConfigurationError(
                 f"{len(placements)} placements do not fit the {len(self.layers)} MoE layers of the model: give one for "
                 "each"
             )
-        wanted = fingerprint(*(placement.replicas for placement in placements))
-        check_agreement(wanted, "the new placement", self.world)  # first: what is refused then, every rank refuses
         report = experts.replace(self.own(placements), optimizers, self.nodes(nodes), self.pipe)
         self.set_placements(placements)
         return replace(report, moved_states=sum(all_gather_json(report.moved_states, self.pipe)))

@@ -75,19 +75,21 @@ def test_ranks_that_agree_go_on() -> None:
     assert run_pooled(3, disagree, "nothing") == [["", ""]] * 3
 
 
-def move_elsewhere(rank: int, world_size: int) -> str:
+def move_elsewhere(rank: int, world_size: int, num_more: int) -> str:
     module, world, worlds = OwnModule(), connect(), Worlds()
     worlds.set_present(world)
     experts = PlacedExperts(module, [uniform_placement(6, 2)], world, slots=4)
     replicas = uniform_placement(6, 2).replicas.copy()
     replicas[5] = [1, 0] if rank == 0 else [1, 1]
+    placements = [Placement(replicas=replicas)] * (1 + num_more * rank)
     with pytest.raises(ConfigurationError) as raised:
-        StageMap(module, worlds).replace(experts, [Placement(replicas=replicas)], [], world.nodes)
+        StageMap(module, worlds).replace(experts, placements, [], world.nodes)
     return str(raised.value)
 
 
-def test_no_expert_moves_to_where_not_all_ranks_want_it() -> None:
-    first, second = run_pooled(2, move_elsewhere)
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_no_expert_moves_to_where_not_all_ranks_want_it(num_more: int) -> None:
+    first, second = run_pooled(2, move_elsewhere, num_more)
     assert first == second
     assert first.startswith("the new placement of ranks [1] differs from that of rank 0")
 
