@@ -608,7 +608,10 @@ class RendezvousService:
     def decide(self, now: float) -> bool:
         """Make the decisions that are due; return False if this host must form no more worlds."""
         former = self._state.world
-        self._state.tick(now)
+        try:
+            self._state.tick(now)
+        except Exception:  # a defect in one decision shall not stop answers and the store of a world that trains
+            logger.exception("the rendezvous host could not decide")
         world = self._state.world
         if world is not None and world is not former and self._commit is not None and not self._commit(world):
             self.outbox.clear()  # nobody learns of it
