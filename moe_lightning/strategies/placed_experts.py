@@ -612,7 +612,7 @@ class StageMap:
 
     def stage_of(self, name: str) -> int:
         """Return the stage that has a parameter."""
-        return self._stage_of.get(name, 0)
+        return 0 if self.cut is None else self._stage_of[name]
 
     def belongs(self, name: str, stage: int) -> bool:
         """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
@@ -622,7 +622,7 @@ class StageMap:
         """Return the global ranks that hold a parameter or buffer. All have a buffer outside of blocks, and the last
         stage, which runs whole steps, has the valid values.
         """
-        return tuple(self.ranks[self.num_stages - 1 if name in self._shared else self.stage_of(name)])
+        return tuple(self.ranks[self.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0)])
 
     @property
     def dense_holders(self) -> Sequence[tuple[int, ...]]:
