@@ -683,12 +683,16 @@ class StageMap:
 
     @property
     def without_layers(self) -> list[int]:
-        """Stages whose ranks, which may be those of several, have no MoE layer at all."""
+        """Stages of a pipeline whose ranks, which may be those of several, have no MoE layer at all."""
+        if self.cut is None:
+            return []
         with_layers = {tuple(ranks) for ranks in self.layers_of(self.ranks)}
         return [stage for stage, ranks in enumerate(self.ranks) if tuple(ranks) not in with_layers]
 
     def own(self, of_layers: Sequence[T]) -> list[T]:
         """Select the entries of the layers here from those of all layers."""
+        if self.cut is None:
+            return list(of_layers)
         stages = self.layers_of(range(self.num_stages))
         return [one for one, stage in zip(of_layers, stages, strict=True) if stage in self._own_stages]
 
