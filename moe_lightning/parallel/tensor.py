@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -403,7 +403,6 @@ def _call(
     return own(*args, **kwargs)
 
 
-@cache
 def _arguments_of(forward: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments of a class's `forward`: what is in its place, as under RecomputeDense, may take
     any.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ from moe_lightning import GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
 from moe_lightning.callbacks.summary import Summary
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.tensor import Columns, Embedding, Gathered, Parted, Plan, Rows, TensorRanks, planned_cuts
+from moe_lightning.parallel.tensor import (
+    Columns,
+    Embedding,
+    Gathered,
+    Parted,
+    Plan,
+    Rows,
+    TensorRanks,
+    _call,
+    planned_cuts,
+)
 from moe_lightning.strategies.checks import require_own_sharding
 from tests.distributed.harness import run_pooled
 from tests.distributed.same_training import TOLERANCE
@@ -339,3 +350,16 @@ def test_sequences_that_cannot_be_dealt_out_are_refused() -> None:
     assert all(
         "15 positions of a sequence are not a multiple of mesh.tp=2" in found for found in run_pooled(2, odd_sequences)
     )
+
+
+def test_a_changed_argument_is_compiled_without_a_warning() -> None:
+    layer = nn.Linear(2, 2)
+
+    def doubled(x: Tensor) -> Tensor:
+        return _call(layer, layer.forward, 0, lambda x: 2 * x, (x,), {})  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = torch.compile(doubled, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(torch.ones(1, 2)), layer(2 * torch.ones(1, 2)))
+    assert not [one for one in caught if "Dynamo" in str(one.message)]
