@@ -148,7 +148,7 @@ def run_of(root: Place) -> str | None:
     no valid record, as with copies; None where nothing tells.
 
     Raises:
-        CheckpointError: the checkpoints are of several runs.
+        CheckpointError: the checkpoints are of several runs, or neither a record nor a checkpoint can be read.
     """
     run, problem = _recorded_run(root)
     if run is not None:
@@ -159,6 +159,8 @@ def run_of(root: Place) -> str | None:
             f"{root} has checkpoints of {len(runs)} runs and {problem or f'no {RECORD}'}: move those of all runs but "
             "one elsewhere"
         )
+    if problem is not None and not runs:  # of a run that another must not replace, and a resume not begin anew
+        raise CheckpointError(f"{problem}, and no checkpoint tells its run: restore or delete it")
     return runs.pop() if runs else None
 
 

@@ -221,8 +221,16 @@ def test_a_forged_manifest_gets_one_sentence_and_is_passed_over(two_checkpoints:
 @pytest.mark.parametrize("data", [DEEP, b'{"run": 7}', b'{"run": {}}', b"[]", b"{}", b"\xff"])
 def test_a_forged_run_record_gets_one_sentence(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "run.json").write_bytes(data)
-    assert store.run_of(tmp_path) is None
-    assert "run.json is damaged" in str(store.run_record_problem(tmp_path))
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged .*: restore or delete it"):
+        store.run_of(tmp_path)
+
+
+def test_a_directory_with_nothing_readable_is_given_to_no_run(two_checkpoints: Path) -> None:
+    for path in (two_checkpoints / "run.json", *two_checkpoints.glob(f"step-*/{MANIFEST}")):
+        path.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged .*, and no checkpoint tells its run"):
+        store.claim(two_checkpoints, "another")
+    assert (two_checkpoints / "run.json").read_bytes() == b"damaged"
 
 
 def test_a_manifest_that_cannot_be_read_is_passed_over(two_checkpoints: Path) -> None:
