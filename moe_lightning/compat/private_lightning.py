@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -337,7 +337,11 @@ def run_fit_by(trainer: pl.Trainer, run: Callable[[Callable[[], None]], None], m
         told = torch.tensor(words, dtype=torch.int32, device=trainer.strategy.root_device)
         dist.broadcast(told, src=0)
         met()
-        return [bool(word) for word in told.tolist()]
+        requeues, terminates = map(bool, told.tolist())
+        if terminates:  # rank 0 must not go while others still receive
+            with suppress(Exception):
+                dist.barrier()
+        return [requeues, terminates]
 
     loop = trainer.fit_loop
     _replace(loop, "run", partial(run, loop.run))
