@@ -10,7 +10,7 @@ import fcntl
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,10 +247,11 @@ def orphans(rooms: Iterable[Path] = ()) -> list[Orphan]:
     found = []
     for room in dict.fromkeys([MEMORY, *rooms]):
         for path in sorted(room.glob(f"{NAMED}*")):
-            if is_own(path) and ((path / LOCK).is_file() or any(path.glob(ARENAS))):
-                with _claimed(path) as is_free:
-                    if is_free:
-                        found.append(_described(path))
+            with suppress(FileNotFoundError):  # another process deletes it meanwhile
+                if is_own(path) and ((path / LOCK).is_file() or any(path.glob(ARENAS))):
+                    with _claimed(path) as is_free:
+                        if is_free:
+                            found.append(_described(path))
     return found
 
 

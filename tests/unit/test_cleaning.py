@@ -118,6 +118,15 @@ def test_what_lives_or_belongs_to_others_is_left_alone(room: Path, monkeypatch: 
     assert orphans() == []
 
 
+def test_a_directory_that_another_process_deletes_is_no_orphan(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deleted(path: Path) -> bool:
+        raise FileNotFoundError(path)
+
+    abandoned(room)
+    monkeypatch.setattr(inspect, "is_own", deleted)
+    assert orphans() == []
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, *map(slow, range(3, 10)), *map(soak, range(10, 60))])
 def test_flips_anywhere_in_an_arena_end_nobody(room: Path, tmp_path: Path, seed: int) -> None:
     """The agent, the inventory, the list of orphans and a restart go on; what is written is whole."""
