@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from moe_lightning.cli.checkpoint_commands import run
 
-        return run(arguments)
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return user_errors.EXIT_CRASH
     except MissingCheckpointError as error:
         return user_errors.report("moe-ckpt", error)
     except CheckpointError as error:

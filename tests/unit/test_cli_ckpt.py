@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,6 +52,15 @@ def test_inspect_shows_versions_and_sizes(root: Path, capsys: pytest.CaptureFixt
     assert sum(scope_bytes(manifest).values()) == manifest.payload_bytes > manifest.new_bytes
     assert main(["inspect", str(root / "step-00000001")]) == 0
     assert "every expert is of this session's first checkpoint" in capsys.readouterr().out
+
+
+def test_a_reader_that_ends_early_is_no_error(root: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "moe_lightning.cli.ckpt", "inspect", str(root)]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_names_of_a_checkpoint_control_no_terminal(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
