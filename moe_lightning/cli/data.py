@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,20 +108,23 @@ def tokenize(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(size_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal, elsewhere its text every few seconds; yields the function to call with bytes and tokens
+    """Show a bar on a terminal, elsewhere a line every few seconds; yields the function to call with bytes and tokens
     as they are done.
     """
     from tqdm import tqdm
 
-    is_plain, done = not sys.stderr.isatty(), 0
-    wait_s = {"mininterval": _PLAIN_S, "delay": _PLAIN_S} if is_plain else {}
-    with tqdm(total=size_bytes, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, **wait_s) as bar:
+    done_bytes, done_tokens, next_s = 0, 0, time.monotonic() + _PLAIN_S
+    with tqdm(total=size_bytes, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, disable=None) as bar:
 
         def advance(nbytes: int, tokens: int) -> None:
-            nonlocal done
-            done += tokens
-            bar.set_postfix_str(f"{done / 1e6:,.1f}M tokens", refresh=False)
+            nonlocal done_bytes, done_tokens, next_s
+            done_bytes, done_tokens = done_bytes + nbytes, done_tokens + tokens
+            text = f"{done_tokens / 1e6:,.1f}M tokens"
+            bar.set_postfix_str(text, refresh=False)
             bar.update(nbytes)
+            if bar.disable and time.monotonic() >= next_s:  # no terminal
+                next_s = time.monotonic() + _PLAIN_S
+                print(f"{done_bytes / 1e6:,.1f}/{size_bytes / 1e6:,.1f} MB  {text}", file=sys.stderr, flush=True)
 
         yield advance
 

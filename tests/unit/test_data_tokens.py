@@ -594,14 +594,12 @@ def test_ctrl_c_says_that_the_command_goes_on(
     assert capsys.readouterr().err == "moe-data: ended by SIGINT; the same command goes on where it stopped\n"
 
 
-def test_progress_in_files_is_text_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_in_files_is_plain_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(moe_data, "_PLAIN_S", 0.0)
     with moe_data._progress(5_000_000) as advance:
-        for _ in range(4):
-            advance(1_000_000, 250_000)
-    assert re.search(r"40%.* 2\.00M/5\.00M .*, 0\.5M tokens", capsys.readouterr().err)
+        advance(1_000_000, 250_000)
+        advance(1_000_000, 250_000)
+    assert capsys.readouterr().err == "1.0/5.0 MB  0.2M tokens\n2.0/5.0 MB  0.5M tokens\n"
 
 
 def test_short_work_has_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
