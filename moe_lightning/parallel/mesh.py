@@ -303,10 +303,12 @@ def chosen_axes(mesh: Mapping[str, int] | None) -> MeshShape:
         ConfigurationError: an unknown axis, a number of ranks that is not positive.
     """
     chosen = dict(mesh or {})
-    for axis in chosen:
+    for axis, size in chosen.items():
         known = [name for name in MeshShape().axes if name != "dp"]
         if axis not in known:
             cure = "it follows from the number of ranks: drop it"
             cure = cure if axis == "dp" else f"use {', '.join(known[:-1])} or {known[-1]}"
-            raise ConfigurationError(f"mesh.{axis}={chosen[axis]!r} cannot be chosen: {cure}")
+            raise ConfigurationError(f"mesh.{axis}={size!r} cannot be chosen: {cure}")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigurationError(f"mesh.{axis}={size!r} is not an integer of at least 1: set it to one")
     return MeshShape(**chosen)
