@@ -29,7 +29,7 @@ _ROWS: Mapping[Rows, int] = {"few": 48, "many": 1024}
 """Of a slot."""
 
 Measure = Callable[[int, tile_table.Tile], float]
-"""Seconds of a product of so many rows in each slot, with entries of the table forced."""
+"""Seconds of a product of so many rows in each slot, of this tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
