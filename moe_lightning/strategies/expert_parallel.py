@@ -647,6 +647,8 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
+            private_lightning.use_own_methods(trainer)  # first: also where the rest fails
         self._hangs.end()
         self.failures.restore_savers()
         self.checkpoints.release()
@@ -656,8 +658,6 @@ class ExpertParallelStrategy(DDPStrategy):
             self.experts.release_graphs()
             self.state.parts.abort_step(self.world)
         self.update.end(self.precision_plugin)
-        if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
-            private_lightning.use_own_methods(trainer)
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
         if self._pipeline is not None:  # also where placing the experts failed
