@@ -14,6 +14,7 @@ from moe_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from moe_lightning.models.gpt import GPTConfig
+    from moe_lightning.models.swin import SwinConfig
 
 GIB = 2**30
 
@@ -67,18 +68,16 @@ def check_processes(ranks: int, num_workers: int = 0) -> None:
         )
 
 
-def check_model(config: GPTConfig, memory_bytes: int) -> None:
-    """Refuse a GPT whose weights exceed all the memory there is, before anything of that size is built.
+def check_model(config: GPTConfig | SwinConfig, parameters: int, memory_bytes: int) -> None:
+    """Refuse a model whose weights exceed all the memory there is, before anything of that size is built.
 
     Args:
+        parameters: at least so many.
         memory_bytes: of all ranks together.
 
     Raises:
         ConfigurationError: the size that stands out most.
     """
-    from moe_lightning.models.gpt import least_gpt_parameters  # imports torch
-
-    parameters = least_gpt_parameters(config)
     needed = parameters * _LEAST_BYTES
     if needed > memory_bytes:
         sizes = {name: value for name, value in vars(config).items() if type(value) is int}
@@ -86,6 +85,20 @@ def check_model(config: GPTConfig, memory_bytes: int) -> None:
         raise ConfigurationError(
             f"model.{name}={sizes[name]} makes a model of {parameters:.3g} parameters, which take {needed / GIB:.3g} "
             f"GiB at {_LEAST_BYTES} bytes each: more than the {memory_bytes / GIB:.0f} GiB of memory; lower it"
+        )
+
+
+def check_image(image_size: int) -> None:
+    """Refuse images of which a single one exceeds this machine's memory.
+
+    Raises:
+        ConfigurationError: the key.
+    """
+    needed = 4 * 3 * image_size**2
+    if needed > machine_memory():
+        raise ConfigurationError(
+            f"model.image_size={image_size} makes images of {needed / GIB:.3g} GiB each: more than the "
+            f"{machine_memory() / GIB:.0f} GiB of memory; lower it"
         )
 
 

@@ -46,7 +46,7 @@ _BYTES_VOCABULARY = 256
 
 def _workload(config: Mapping[str, Any]) -> Workload:
     from moe_lightning.cli.capacity import check_model
-    from moe_lightning.models.gpt import GPTConfig
+    from moe_lightning.models.gpt import GPTConfig, least_gpt_parameters
 
     model, kind = config["model"], f"{GPTConfig.__module__}.{GPTConfig.__qualname__}"
     if model.get(TARGET) != kind:
@@ -55,7 +55,7 @@ def _workload(config: Mapping[str, Any]) -> Workload:
     vocab_size = _BYTES_VOCABULARY if model["vocab_size"] == "auto" else model["vocab_size"]
     router = {**model["router"], "forced": None}  # routing=... says how tokens are routed here
     gpt = build_object({**model, "vocab_size": vocab_size, "router": router}, "model")
-    check_model(gpt, _MOST_MODEL_BYTES)
+    check_model(gpt, least_gpt_parameters(gpt), _MOST_MODEL_BYTES)
     return gpt_workload(gpt, rank_batch=config["rank_batch"], global_batch=config["global_batch"])
 
 

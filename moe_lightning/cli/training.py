@@ -44,7 +44,7 @@ from moe_lightning.checkpoint.directory import headings
 from moe_lightning.checkpoint.inspect import checkpoint_values
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.cli.capacity import check_model, check_processes, nodes_of, ranks_of, whole_memory
+from moe_lightning.cli.capacity import check_image, check_model, check_processes, nodes_of, ranks_of, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
 from moe_lightning.cli.resume import changes, check_changes, check_start, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
@@ -55,7 +55,9 @@ from moe_lightning.elastic.membership import ELASTIC_VARIABLE
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.hub import model_folder, weights_folder
+from moe_lightning.models.gpt import least_gpt_parameters
 from moe_lightning.models.gpt_module import GPTModule
+from moe_lightning.models.swin import SwinModule, least_swin_parameters
 from moe_lightning.parallel.context import STORE_VARIABLE
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
@@ -252,7 +254,11 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
     trainer = config["trainer"]
     check_processes(ranks_of(trainer), config["data"].get("num_workers", 0))
     if isinstance(module, GPTModule):
-        check_model(module.config, whole_memory(trainer, nodes_of(config)))
+        check_model(module.config, least_gpt_parameters(module.config), whole_memory(trainer, nodes_of(config)))
+    elif isinstance(module, SwinModule):  # which the planner does not know
+        check_image(module.config.image_size)
+        parameters = least_swin_parameters(module.architecture, module.config.num_experts)
+        check_model(module.config, parameters, whole_memory(trainer, nodes_of(config)))
     if config["check_memory"] and config["task"] == "train":
         from moe_lightning.cli.planning import check_memory
 

@@ -233,6 +233,16 @@ class SwinModule(SupervisedModule):
         return loss
 
 
+def least_swin_parameters(architecture: UpcycledArchitecture, num_experts: int) -> int:
+    """Elements of the matrices of the attention, of the experts of one layer, and of the head, or a little fewer."""
+    config = architecture.config
+    widths: list[int] = [config.embed_dim << stage for stage in range(len(config.depths))]
+    attention: int = sum(depth * 4 * width**2 for depth, width in zip(config.depths, widths, strict=True))
+    expert: int = 2 * widths[0] * int(min(1, config.mlp_ratio) * widths[0])
+    classes: int = config.num_labels
+    return attention + num_experts * expert + classes * widths[-1]
+
+
 @torch.no_grad()
 def _silence_branches(model: nn.Module) -> None:
     """Start every residual branch at zero, as SwinV2 (Liu et al. 2022) does and transformers does not."""

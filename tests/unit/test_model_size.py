@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, MoELayer
 from moe_lightning.callbacks.telemetry import ExpertModelSummary, Telemetry, WholeModelSummary
-from moe_lightning.cli import capacity
+from moe_lightning.cli import capacity, training
 from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig, expert_size, least_gpt_parameters, model_size, whole_parameters
+from moe_lightning.models.swin import SwinModule
 from moe_lightning.strategies.placed_experts import stages_of
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
@@ -232,15 +233,24 @@ def test_the_estimate_is_below_the_model_and_near_it(
 def test_sizes_that_no_machine_holds_are_known_at_once(size: str) -> None:
     config = GPTConfig(**{"num_heads": 1, size: 10**14})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=rf"^model\.{size}=100000000000000 makes a model of .* parameters"):
-        capacity.check_model(config, machine_memory())
+        capacity.check_model(config, least_gpt_parameters(config), machine_memory())
+
+
+@pytest.mark.parametrize("size", ["embed_dim", "image_size", "num_experts"])
+def test_sizes_of_a_swin_that_no_machine_holds(size: str) -> None:
+    sizes = {"num_classes": 10, "image_size": 64, "patch_size": 4, "depths": (2, 2), "num_heads": (2, 4)}
+    module = SwinModule({**sizes, "embed_dim": 8, size: 2**40})
+    config = {"trainer": {"devices": 1, "accelerator": "cpu"}, "data": {}, "elastic": {}, "check_memory": False}
+    with pytest.raises(ConfigurationError, match=rf"^model\.{size}={2**40} makes .* GiB of memory; lower it"):
+        training.check_room(config, module)
 
 
 def test_weights_may_fill_the_memory() -> None:
     config = GPTModule(TINY).config
     needed = 2 * least_gpt_parameters(config)
-    capacity.check_model(config, needed)
+    capacity.check_model(config, needed // 2, needed)
     with pytest.raises(ConfigurationError, match=r"model\.\w+=\d+ .* at 2 bytes each: .* lower it"):
-        capacity.check_model(config, needed - 1)
+        capacity.check_model(config, needed // 2, needed - 1)
 
 
 def test_as_many_processes_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
