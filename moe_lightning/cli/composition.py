@@ -563,7 +563,8 @@ def _sentence(error: Exception, overrides: Sequence[str], config_name: str) -> s
     if match := _AMBIGUOUS.search(message):
         key, _, values = match[1].partition("=")
         runs = ", or add -m for a run of each" if config_name == CONFIG_NAME else ""
-        return f"{match[1]} gives several values: give one, or {key}=[{values}] where a list may stand{runs}"
+        as_list = f", or {key}=[{values}]" if key in ("recipes", *COLLECTIONS) else ""
+        return f"{match[1]} gives several values: give one{as_list}{runs}"
     if match := _NOT_LOADED.search(message):
         return _no_choice(match[1], match[2], choices(match[1]))
     if message.startswith("Config group override must be"):
