@@ -125,7 +125,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that was probably meant; None where none is near.
 
     Names are dotted. Last parts are compared with those of the same section, spelled alike; where none of exactly that
-    section is near, the only name that ends in the same last part is meant.
+    section is near, the only name that ends in the same last part is meant, but not for a section that does not exist.
     """
     names = sorted(known)
     section, _, last = name.lower().rpartition(".")
@@ -139,7 +139,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     best = max(names, key=similarity, default=None)
     is_beside = best is not None and section != "" and similarity(best) >= (_SIMILAR, 1.0)
-    if len(same) == 1 and last not in _COMMON and not is_beside:
+    is_section = section == "" or any(f".{section}." in f".{candidate.lower()}" for candidate in names)
+    if len(same) == 1 and is_section and last not in _COMMON and not is_beside:
         return same[0]
     return best if best is not None and similarity(best)[0] >= _SIMILAR else None
 

@@ -89,6 +89,7 @@ def test_a_defect_in_the_constructor_is_not() -> None:
         ("zzz", None),
         ("optimiser.lr", "optimizer.lr"),
         ("model.lr", "optimizer.lr"),
+        ("foo.lr", None),
         ("mesh.tp", "strategy.mesh.tp"),
         ("trainer.maxsteps", "trainer.max_steps"),
         ("strategy.mesh.ep", None),  # optimizer.eps is another section's
