@@ -391,23 +391,19 @@ def _call(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """`own` with one of its arguments changed, whether it is given by place or by name, where it is not None."""
-    names = _arguments_of(type(module).forward)
-    if isinstance(argument, str):
-        place, name = names.index(argument) if argument in names else len(args), argument
-    else:
-        place, name = argument, names[argument] if argument < len(names) else ""
+    place, name = (len(args), argument) if isinstance(argument, str) else (argument, "")
+    if name not in kwargs and place >= len(args):  # given in the other way, if at all
+        # What is in the place of the module's `forward`, as under RecomputeDense, may take any; its class names them.
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        if name in names:
+            place = names.index(name)
+        elif place < len(names):
+            name = names[place]
     if kwargs.get(name) is not None:
         kwargs = {**kwargs, name: change(kwargs[name])}
     elif place < len(args) and args[place] is not None:
         args = (*args[:place], change(args[place]), *args[place + 1 :])
     return own(*args, **kwargs)
-
-
-def _arguments_of(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments of a class's `forward`: what is in its place, as under RecomputeDense, may take
-    any.
-    """
-    return list(inspect.signature(forward).parameters)[1:]
 
 
 def planned_styles(module: nn.Module, size: int) -> Iterator[tuple[str, Style]]:
