@@ -231,8 +231,8 @@ class Updates:
         """
         copies = self._host_copies(optimizer, experts) if self.on_host else {}
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        blocks = {p: _block_of(p) for p in parameters if hasattr(p, "placements")}
-        others = blocks | copies
+        blocks = {p: _block_of(p) for p in parameters if hasattr(p, "placements") and p not in copies}
+        others = copies | blocks
         swap_parameters(optimizer, others)
         try:
             yield
