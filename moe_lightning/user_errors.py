@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterable
@@ -98,6 +99,12 @@ def report(program: str, error: BaseException) -> int:
     if failure.details:
         print(failure.details, file=sys.stderr)
     print(f"{program}: crash: {failure.message}", file=sys.stderr)
+    return EXIT_CRASH
+
+
+def stop_printing() -> int:
+    """Drop what is still to be printed, because what reads the output has seen enough; the command's exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_CRASH
 
 

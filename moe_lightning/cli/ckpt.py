@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = run(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return user_errors.EXIT_CRASH
+    except BrokenPipeError:
+        return user_errors.stop_printing()
     except MissingCheckpointError as error:
         return user_errors.report("moe-ckpt", error)
     except CheckpointError as error:

@@ -53,9 +53,8 @@ def run_command(
     try:
         run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return user_errors.EXIT_CRASH
+    except BrokenPipeError:
+        return user_errors.stop_printing()
     except Exception as error:
         return user_errors.report(parser.prog, error)
     return 0
