@@ -25,7 +25,7 @@ MOMENTS: Mapping[str, int] = {"adamw": 2, "muon": 1, "adafactor": 0}
 """Numbers that an optimizer keeps for an element of a matrix, by its name in an OptimizerConfig."""
 
 _LEAST_BYTES = 2
-"""Of a parameter, in any precision."""
+"""Size of a parameter in the narrowest precision."""
 
 
 def ranks_of(trainer: Mapping[str, Any]) -> int:
