@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch
 
 from benchmarks.measuring import interleaved_medians
-from moe_lightning.dispatch.transports import refusal, symmetric_all_to_all
 from moe_lightning.parallel.context import STORE_VARIABLE, World, join_local_world
 from moe_lightning.parallel.exchange import exchange_rows
 from moe_lightning.text_table import table
@@ -60,13 +59,10 @@ def main(rank: int, size: int, rounds: int) -> None:
 
 
 def measure(world: World, num_rows: int, width: int, rounds: int) -> list[tuple[str, int, int, str, str]]:
-    """Rows of the table for even exchanges, each way that can run here in turns; collective."""
+    """Rows of the table for even exchanges; collective."""
     each = num_rows // world.size
     counts, x_MD = [each] * world.size, torch.randn(each * world.size, width).to(world.device, torch.bfloat16)
     calls = {"all-to-all": lambda: exchange_rows(x_MD, counts, counts, world)}
-    if refusal(world) is None:
-        splits_N = torch.tensor(counts, device=world.device)
-        calls["symmetric memory"] = lambda: symmetric_all_to_all(x_MD, splits_N, world, None, capacity=len(x_MD))
     sent_bytes = (world.size - 1) * each * width * x_MD.element_size()
     return [
         (name, len(x_MD), width, f"{seconds * 1e3:.3f}", f"{sent_bytes / seconds / 1e9:.1f}")

@@ -245,7 +245,6 @@ class Runs(NamedTuple):
         recv_starts, recv_ends: [(C + 1) * N], among what arrives; for each slot the rows of each rank, and then what
             fills each rank's block.
         tokens_C: rows of each slot.
-        send_N, recv_N: rows to and from each rank.
     """
 
     send_starts: Tensor
@@ -253,8 +252,6 @@ class Runs(NamedTuple):
     recv_starts: Tensor
     recv_ends: Tensor
     tokens_C: Tensor
-    send_N: Tensor
-    recv_N: Tensor
 
 
 class PlanKernels(Protocol):
@@ -263,7 +260,7 @@ class PlanKernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """int64 [E, N] each: rows of each expert that the rank sends to, and receives from, every rank."""
 
-    def runs(self, send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
+    def runs(self, send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int) -> Runs:
         """Return the layout of a plan's rows in blocks."""
 
 

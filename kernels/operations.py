@@ -785,22 +785,20 @@ def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaR
     return kernels.plan_rows(tokens_EN, replicas_EN.contiguous(), rank, sharing)
 
 
-def plan_runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, *, is_packed: bool) -> Runs:
+def plan_runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int) -> Runs:
     """The runs of rows that bring a plan's assignments into blocks, one for each rank, and what arrives to its slots.
 
     Args:
         send_EN, recv_EN: from `plan_rows`.
         slots_C: int64, the expert of each slot, E where it is vacant.
         block: rows that a rank may send to another.
-        is_packed: the rows of all ranks follow each other, and what is left over is the last's; else every rank's begin
-            a block.
     """
     for name, table, dims in (("send", send_EN, 2), ("recv", recv_EN, 2), ("slots", slots_C, 1)):
         _check(name, table, dims, send_EN.device, _IDS)
     if send_EN.shape != recv_EN.shape:
         raise ConfigurationError(f"send {list(send_EN.shape)} and recv {list(recv_EN.shape)} do not fit")
     kernels = (implementation(send_EN.device) or _TORCH).plan
-    return kernels.runs(send_EN.contiguous(), recv_EN.contiguous(), slots_C.contiguous(), block, is_packed)
+    return kernels.runs(send_EN.contiguous(), recv_EN.contiguous(), slots_C.contiguous(), block)
 
 
 def fill_blocks(

@@ -443,13 +443,13 @@ def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaR
     return send_and_receive(tokens_EN, share_out(tokens_EN.sum(1), replicas_EN, sharing), rank)
 
 
-def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
+def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int) -> Runs:
     """See `kernels.plan_runs`."""
     send_N, recv_N = send_EN.sum(0), recv_EN.sum(0)
-    room_N = _blocks(send_N, block, is_packed)[1]
+    room_N = block - send_N
     send_sizes = torch.cat([send_EN, room_N.unsqueeze(0)]).t()
     send_starts = torch.cat([_starts(send_EN), (_starts(room_N) + send_N.sum()).unsqueeze(0)]).t()
-    begin_N, room_N = _blocks(recv_N, block, is_packed)
+    begin_N = torch.arange(len(recv_N), device=recv_N.device) * block
     starts_EN = begin_N + recv_EN.cumsum(0) - recv_EN
     # A vacant slot names the row that is padded: its runs are empty, wherever they begin.
     slot_sizes, slot_starts = (F.pad(table, (0, 0, 0, 1))[slots_C] for table in (recv_EN, starts_EN))
@@ -457,18 +457,9 @@ def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packe
         send_starts=send_starts.reshape(-1),
         send_ends=send_sizes.reshape(-1).cumsum(0),
         recv_starts=torch.cat([slot_starts.reshape(-1), begin_N + recv_N]),
-        recv_ends=torch.cat([slot_sizes.reshape(-1), room_N]).cumsum(0),
+        recv_ends=torch.cat([slot_sizes.reshape(-1), block - recv_N]).cumsum(0),
         tokens_C=slot_sizes.sum(1),
-        send_N=send_N,
-        recv_N=recv_N,
     )
-
-
-def _blocks(rows_N: Tensor, block: int, is_packed: bool) -> tuple[Tensor, Tensor]:
-    """Return the start of each rank's rows, and the unused rows behind them."""
-    if is_packed:
-        return _starts(rows_N), F.pad((block * len(rows_N) - rows_N.sum()).view(1), (len(rows_N) - 1, 0))
-    return torch.arange(len(rows_N), device=rows_N.device) * block, block - rows_N
 
 
 def _starts(sizes: Tensor) -> Tensor:

@@ -90,42 +90,32 @@ def _plan_kernel(
     tl.store(recv + place, tl.where(own, local_EN, got_EN), mask=here)
 
 
-@triton.jit
-def _blocks(rows_N, column, num_ranks, block, IS_PACKED: tl.constexpr):
-    """Return the start of each rank's rows, and the unused rows behind them."""
-    if IS_PACKED:
-        left = block * num_ranks - tl.sum(rows_N, axis=0)
-        return tl.cumsum(rows_N, axis=0) - rows_N, tl.where(column == num_ranks - 1, left, 0)
-    begins_N = column.to(tl.int64) * block
-    return begins_N, tl.where(column < num_ranks, block - rows_N, 0)
-
-
 @triton.jit(do_not_specialize=["block"])
 def _runs_kernel(
-    send, recv, slots, send_starts, send_ends, recv_starts, recv_ends, tokens, send_sums, recv_sums,
+    send, recv, slots, send_starts, send_ends, recv_starts, recv_ends, tokens,
     num_experts, num_ranks, num_slots, block,
-    IS_PACKED: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     expert, rank = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
     is_rank = rank < num_ranks
     place = expert[:, None] * num_ranks + rank[None, :]
     here = (expert < num_experts)[:, None] & is_rank[None, :]
+    begins_N = rank.to(tl.int64) * block
 
     sizes_EN = tl.load(send + place, mask=here, other=0)
     upto_EN, by_expert_E, by_rank_N = tl.cumsum(sizes_EN, axis=1), tl.sum(sizes_EN, axis=1), tl.sum(sizes_EN, axis=0)
     starts_EN = (tl.cumsum(by_expert_E, axis=0) - by_expert_E)[:, None] + upto_EN - sizes_EN
-    begins_N, room_N = _blocks(by_rank_N, rank, num_ranks, block, IS_PACKED)
+    room_N = tl.where(is_rank, block - by_rank_N, 0)
     run = rank[None, :] * (num_experts + 1) + expert[:, None]
     tl.store(send_starts + run, starts_EN, mask=here)
     tl.store(send_ends + run, begins_N[None, :] + tl.cumsum(sizes_EN, axis=0), mask=here)
     last = rank * (num_experts + 1) + num_experts
     tl.store(send_starts + last, tl.sum(by_rank_N, axis=0) + tl.cumsum(room_N, axis=0) - room_N, mask=is_rank)
     tl.store(send_ends + last, begins_N + by_rank_N + room_N, mask=is_rank)
-    tl.store(send_sums + rank, by_rank_N, mask=is_rank)
 
     sizes_EN = tl.load(recv + place, mask=here, other=0)
     by_rank_N = tl.sum(sizes_EN, axis=0)
-    begins_N, room_N = _blocks(by_rank_N, rank, num_ranks, block, IS_PACKED)
+    room_N = tl.where(is_rank, block - by_rank_N, 0)
     starts_EN = begins_N[None, :] + tl.cumsum(sizes_EN, axis=0) - sizes_EN
     slot = tl.arange(0, SLOTS)
     holds = tl.load(slots + slot, mask=slot < num_slots, other=num_experts)
@@ -142,7 +132,6 @@ def _runs_kernel(
     last = num_slots * num_ranks + rank
     tl.store(recv_starts + last, begins_N + by_rank_N, mask=is_rank)
     tl.store(recv_ends + last, tl.sum(tokens_C, axis=0) + tl.cumsum(room_N, axis=0), mask=is_rank)
-    tl.store(recv_sums + rank, by_rank_N, mask=is_rank)
 
 
 def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaRounds) -> tuple[Tensor, Tensor]:
@@ -160,16 +149,16 @@ def plan_rows(tokens_EN: Tensor, replicas_EN: Tensor, rank: int, sharing: QuotaR
     return send_EN, recv_EN
 
 
-def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int, is_packed: bool) -> Runs:
+def runs(send_EN: Tensor, recv_EN: Tensor, slots_C: Tensor, block: int) -> Runs:
     """See `kernels.plan_runs`; one launch where the tables fit the registers of a program."""
     (num_experts, num_ranks), num_slots = send_EN.shape, len(slots_C)
     experts, ranks, slots = (power_of_two(number) for number in (num_experts, num_ranks, num_slots))
     if max(experts, slots) * ranks > _CELLS:
-        return torch_kernels.runs(send_EN, recv_EN, slots_C, block, is_packed)
-    sizes = [num_ranks * (num_experts + 1)] * 2 + [(num_slots + 1) * num_ranks] * 2 + [num_slots, num_ranks, num_ranks]
+        return torch_kernels.runs(send_EN, recv_EN, slots_C, block)
+    sizes = [num_ranks * (num_experts + 1)] * 2 + [(num_slots + 1) * num_ranks] * 2 + [num_slots]
     made = Runs(*send_EN.new_empty(sum(sizes)).split(sizes))
     launch(
         _runs_kernel, (1,), send_EN, send_EN, recv_EN, slots_C, *made, num_experts, num_ranks, num_slots, block,
-        IS_PACKED=is_packed, EXPERTS=experts, RANKS=ranks, SLOTS=slots, num_warps=16,
+        EXPERTS=experts, RANKS=ranks, SLOTS=slots, num_warps=16,
     )  # fmt: skip
     return made

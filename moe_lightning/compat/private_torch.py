@@ -113,13 +113,6 @@ def replace_pickler(pickler: type, unpickler: type) -> None:
     distributed_c10d._pickler, distributed_c10d._unpickler = pickler, unpickler  # type: ignore[assignment]
 
 
-def symmetric_memory() -> Any:
-    """Return torch's module of symmetric memory, which is private as a whole; imported on first use."""
-    import torch.distributed._symmetric_memory as library
-
-    return library
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 

@@ -25,7 +25,6 @@ from moe_lightning.dispatch.transports import (
     DispatchBackend,
     DispatchPlan,
     ExchangeBackend,
-    SymmetricBackend,
 )
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import fingerprint, require_agreement
@@ -40,7 +39,7 @@ PlanPlace = Literal["host", "device"]
 DISPATCH_BACKENDS: Registry[BackendFactory] = Registry(
     "dispatch",
     BackendFactory,
-    {"exchange": ExchangeBackend, "symmetric": SymmetricBackend},
+    {"exchange": ExchangeBackend},
     makes=DispatchBackend,
 )
 
@@ -167,10 +166,10 @@ class Dispatcher:
         self._placement_print = fingerprint(*placed)
         self.last_rank_loads: IntArray | None = None
         self._planner: DevicePlanner | None = None
+        self.require_host_plan(len(self.groups) > 1, "dispatch groups (ep_size)")
+        self.require_host_plan(not getattr(self._backend, "takes_device_plans", False), f"dispatch={backend!r}")
+        self.require_host_plan(world.may_be_cut, "elastic runs")
         if self.plans_on_device and world.size > 1:
-            self._refuse_on_device(len(self.groups) > 1, "does not support dispatch groups: drop ep_size")
-            takes_plan = getattr(self._backend, "takes_device_plans", False)
-            self._refuse_on_device(not takes_plan, f"needs a dispatch that takes it, and {backend!r} does not")
             self._planner = DevicePlanner(
                 placement,
                 world,
@@ -207,7 +206,7 @@ class Dispatcher:
             ConfigurationError: a plan that does not fit the placement, the dispatch groups or a plan on the device.
         """
         if plan is not None:
-            self._refuse_on_device(plan.num_copies > 0, "does not support shadows: use shadows=none")
+            self.require_host_plan(plan.num_copies > 0, "shadows")
             plan.check(self.placement)
             if len(self.groups) > 1:
                 raise ConfigurationError(
@@ -227,12 +226,13 @@ class Dispatcher:
             ConfigurationError: plans are made on the device.
         """
         speeds = uneven(speeds)
-        self._refuse_on_device(speeds is not None, "shares tokens out among equally fast ranks: give no speeds")
+        self.require_host_plan(speeds is not None, "ranks of unequal speeds")
         self._quotas.set_rules(self.shadows, speeds)
 
-    def _refuse_on_device(self, is_wanted: bool, lack: str) -> None:
-        if is_wanted and self.plans_on_device and self.world.size > 1:
-            raise ConfigurationError(f"plan='device' {lack}, or use plan='host'")
+    def require_host_plan(self, is_needed: bool, what: str) -> None:
+        """Raise ConfigurationError if something needs plans on the host, and they are made on the device."""
+        if is_needed and self.plans_on_device:
+            raise ConfigurationError(f"plan='device' does not support {what}: use plan='host'")
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
         """All ranks' assignments per expert, int64 [N, E], on the host; the layer's one synchronisation of host and
@@ -258,7 +258,7 @@ class Dispatcher:
         """Return the plan of one micro-batch, in a world of several ranks; arguments as of `dispatch`."""
         tokens_EN, shadows = counts_NE.numpy().T, self.shadows if is_training else None
         quota_EN = self._quotas.divide(tokens_EN, shadows)
-        self.last_rank_loads = loads_N = quota_EN.sum(axis=0)
+        self.last_rank_loads = quota_EN.sum(axis=0)
         send_EN, recv_EN = self._send_and_receive(tokens_EN, quota_EN)
         num_experts_N, shadow_experts = np.bincount(self.placement.pairs.ranks, minlength=self.world.size), []
         if shadows is not None:
@@ -270,7 +270,6 @@ class Dispatcher:
             recv_EN=recv_EN,
             experts_C=(*self.slot_experts, *shadow_experts),
             num_experts_N=num_experts_N,
-            loads_N=loads_N,
         )
 
     def dispatch(
@@ -296,7 +295,7 @@ class Dispatcher:
             rows_MD = ops.permute(x_TD, by_expert.order_M, by_expert.inverse_TK)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=by_expert.tokens_per_expert_E, handle=by_expert)
         if self._planner is not None:
-            self._refuse_on_device(overlap_fn is not None, "does not provide the counts: drop what balances by them")
+            self.require_host_plan(overlap_fn is not None, "callbacks that read the counts, such as LoadBalancer")
             on_device = self._planner.plan(counts_NE, *expert_ids_TK.shape, is_training=is_training)
             rows_MD, tokens_S, handle = self._backend.dispatch(x_TD, expert_ids_TK, on_device, None)
             return Dispatched(rows_MD=rows_MD, tokens_per_slot_S=tokens_S, handle=handle)

@@ -1,14 +1,9 @@
-"""Transports of dispatched rows: all-to-all planned on the host or on the device, and symmetric memory.
+"""Transports of dispatched rows: all-to-all planned on the host or on the device.
 
 `ExchangeBackend` sends rows in one uneven all-to-all each way. Under a `DevicePlan` the host reads nothing: rows lie in
 blocks of one size. A block has room for all rows that a rank can send to another, so no row is dropped: a token chooses
 an expert once, so these are at most its tokens times the choices, or the experts of the other rank, whichever are
 fewer.
-
-`SymmetricBackend` sends rows through symmetric memory, with splits on the device. It has not run on a GPU; tests use a
-fake of torch's operation. That operation begins when all ranks have called it and ends on each rank alone, so a peer
-may still be reading this rank's last rows: two sets of buffers alternate, and a set is written again only after the
-exchange in between. Buffers are as large on every rank.
 
 Shapes: T tokens and K choices of this rank, E experts, N ranks, C experts computed by this rank (its slots, then its
 shadows), M rows, D model width.
@@ -19,18 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from typing_extensions import override
 
 from moe_lightning import kernels as ops
 from moe_lightning.arrays import IntArray
-from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import sharing_rounds
 from moe_lightning.errors import ConfigurationError
@@ -74,9 +65,6 @@ class DevicePlanner:
         slot_experts: experts of this rank's slots, -1 where vacant.
         fingerprint: hash of the placement and the rules.
         what: name of what is hashed, for messages.
-
-    Raises:
-        ConfigurationError: the world may be aborted, and aborted counts would go unnoticed.
     """
 
     def __init__(
@@ -89,11 +77,6 @@ class DevicePlanner:
         fingerprint: int,
         what: str,
     ) -> None:
-        if world.may_be_cut:
-            raise ConfigurationError(
-                "plan='device' reads nothing before it is used, so a world that loses a rank would compute with what "
-                "is left of its counts: use plan='host' in elastic runs"
-            )
         self._world = world
         self._what = what
         num_experts = placement.num_experts
@@ -189,7 +172,6 @@ class DispatchPlan:
         recv_EN: int64, rows of each expert that it receives from each.
         experts_C: the expert of each of this rank's slots, -1 where it is vacant, and of each of its shadows.
         num_experts_N: int64, experts that each rank computes, shadows included.
-        loads_N: int64, rows that each rank computes.
     """
 
     tokens_EN: IntArray
@@ -197,7 +179,6 @@ class DispatchPlan:
     recv_EN: IntArray
     experts_C: tuple[int, ...]
     num_experts_N: IntArray
-    loads_N: IntArray
 
 
 class DispatchBackend(Protocol):
@@ -252,15 +233,15 @@ class DispatchHandle:
         plan: of the dispatch.
         order_M: int64, flat assignment (t * K + k) of each row in the order of sending: by target rank, then expert.
         inverse_TK: int64, row of each assignment, -1 where dropped.
-        send_rows, recv_rows: rows to and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
+        send_rows, recv_rows: rows to and from each rank; of a `DevicePlan` their blocks.
         slot_order_M: index that sorts the received rows by slot, shadows last, and its inverse.
     """
 
     plan: DispatchPlan | DevicePlan
     order_M: Tensor
     inverse_TK: Tensor
-    send_rows: Sequence[int] | Tensor
-    recv_rows: Sequence[int] | Tensor
+    send_rows: Sequence[int]
+    recv_rows: Sequence[int]
     slot_order_M: Tensor
     slot_inverse_M: Tensor
 
@@ -270,14 +251,14 @@ class AllToAllSpec:
     """Arguments of one all-to-all of the rows of a dispatch or combine.
 
     Attributes:
-        send_splits, recv_splits: rows to and from each rank; of a `DevicePlan` their blocks, or, packed, tensors.
+        send_splits, recv_splits: rows to and from each rank; of a `DevicePlan` their blocks.
         plan: of the dispatch.
         is_return: True in combine.
         overlap_fn: to be called while the rows travel.
     """
 
-    send_splits: Sequence[int] | Tensor
-    recv_splits: Sequence[int] | Tensor
+    send_splits: Sequence[int]
+    recv_splits: Sequence[int]
     plan: DispatchPlan | DevicePlan
     is_return: bool = False
     overlap_fn: OverlapFn = None
@@ -291,24 +272,20 @@ class ExchangeBackend:
 
     Attributes:
         takes_device_plans: True if `dispatch` accepts a `DevicePlan`, too.
-        is_packed: True if the rows of all ranks follow each other under such a plan, with splits in tensors; False if
-            they travel in blocks of one size.
         rows_to_ranks: of the last dispatch, those that stay on this rank included.
     """
 
     takes_device_plans = True
-    is_packed = False
 
     def __init__(self, world: World, /) -> None:
         self.world = world
-        self.rows_to_ranks: Sequence[int] | Tensor = [0] * world.size
+        self.rows_to_ranks: Sequence[int] = [0] * world.size
         self._row_bytes = 0
 
     @property
     def sent_rows(self) -> int:
-        """Rows that left this rank in the last dispatch, padding of blocks included; waits for a plan on the device."""
-        rows = self.rows_to_ranks.tolist() if isinstance(self.rows_to_ranks, Tensor) else self.rows_to_ranks
-        return sum(rows) - rows[self.world.rank]
+        """Rows that left this rank in the last dispatch, padding of blocks included."""
+        return sum(self.rows_to_ranks) - self.rows_to_ranks[self.world.rank]
 
     @property
     def sent_bytes(self) -> int:
@@ -324,7 +301,7 @@ class ExchangeBackend:
         else:
             if not len(x_TD):  # a row that is routed nowhere: blocks are padded with existing rows
                 x_TD, expert_ids_TK = F.pad(x_TD, (0, 0, 0, 1)), F.pad(expert_ids_TK, (0, 0, 0, 1), value=-1)
-            handle, tokens_C = _device_handle(expert_ids_TK, plan, is_packed=self.is_packed)
+            handle, tokens_C = _device_handle(expert_ids_TK, plan)
         rows_MD = ops.permute(x_TD, handle.order_M, handle.inverse_TK, may_pad=isinstance(plan, DevicePlan))
         self.rows_to_ranks, self._row_bytes = handle.send_rows, rows_MD.shape[-1] * rows_MD.element_size()
         spec = AllToAllSpec(
@@ -381,18 +358,17 @@ def _handle(expert_ids_TK: Tensor, plan: DispatchPlan) -> tuple[DispatchHandle, 
     return handle, tokens
 
 
-def _device_handle(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) -> tuple[DispatchHandle, Tensor]:
+def _device_handle(expert_ids_TK: Tensor, plan: DevicePlan) -> tuple[DispatchHandle, Tensor]:
     """Order rows as they are sent and as they arrive, and count those of each slot; nothing is read on the host.
 
     Args:
         expert_ids_TK: -1 where dropped; T is at least 1.
         plan: of the same micro-batch.
-        is_packed: the rows of all ranks follow each other; else every rank's begin a block.
     """
     num_experts = len(plan.send_EN)
     behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
     by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
-    runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block, is_packed=is_packed)
+    runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block)
     num_routed = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
     order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_routed, plan.num_rows)
     slot_order_M, slot_inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, plan.num_rows)
@@ -401,8 +377,8 @@ def _device_handle(expert_ids_TK: Tensor, plan: DevicePlan, *, is_packed: bool) 
         plan=plan,
         order_M=order_M,
         inverse_TK=inverse_A.view(expert_ids_TK.shape),
-        send_rows=runs.send_N if is_packed else blocks,
-        recv_rows=runs.recv_N if is_packed else blocks,
+        send_rows=blocks,
+        recv_rows=blocks,
         slot_order_M=slot_order_M,
         slot_inverse_M=slot_inverse_M,
     )
@@ -434,147 +410,3 @@ def _starts(sizes: IntArray) -> IntArray:
 def _chunks(sizes: IntArray, starts: IntArray) -> tuple[IntArray, IntArray]:
     """Arguments of `kernels.reorder_chunks`: the chunks' starts, and their ends in the given order."""
     return starts.astype(np.int64), sizes.cumsum().astype(np.int64)
-
-
-_MOST_RANKS = 32
-"""Limit of torch's operation: the ranks of a warp's sum."""
-
-
-class SymmetricBackend(ExchangeBackend):
-    """An `ExchangeBackend` whose rows go through symmetric memory; the results are the same.
-
-    Raises:
-        ConfigurationError: the ranks are not on CUDA, too many, or elastic; a torch without NVSHMEM.
-    """
-
-    is_packed = True
-
-    def __init__(self, world: World, /) -> None:
-        super().__init__(world)
-        sentence = refusal(world)
-        if sentence is not None:
-            raise ConfigurationError(f"{sentence}: use dispatch='exchange'")
-
-    @override
-    def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
-        """Exchange in buffers for the rows of the fullest rank, sent or computed; of a `DevicePlan`, all its blocks."""
-        if isinstance(spec.plan, DevicePlan):
-            capacity = spec.plan.num_rows
-        else:
-            capacity = max(int(spec.plan.tokens_EN.sum(axis=0).max()), int(spec.plan.loads_N.max()))
-
-        def moved(rows_MD: Tensor, send: Any, recv: Any, world: World, overlap_fn: OverlapFn) -> Tensor:
-            splits_N = send if isinstance(send, Tensor) else ops.upload(torch.tensor(send), rows_MD.device)
-            out_MD = symmetric_all_to_all(rows_MD, splits_N, world, overlap_fn, capacity=capacity)
-            return out_MD if isinstance(recv, Tensor) else out_MD[: sum(recv)]
-
-        return exchange_rows(rows_MD, spec.send_splits, spec.recv_splits, self.world, spec.overlap_fn, moved)
-
-
-def symmetric_all_to_all(
-    rows_MD: Tensor, splits_N: Tensor, world: World, overlap_fn: OverlapFn, *, capacity: int
-) -> Tensor:
-    """Send consecutive blocks of rows to ranks 0..N-1; collective, and nothing is read on the host.
-
-    Args:
-        rows_MD: at most `capacity` rows; those behind the blocks stay here.
-        splits_N: int64 on the device, rows for each rank.
-        capacity: at least the rows that any rank sends, and receives; the same on every rank.
-
-    Returns:
-        [capacity, D]: what arrived, in rank order, and anything behind it.
-    """
-    assert world.compute is not None
-    known = _buffers_by_group.get(world.compute)
-    if known is None:
-        known = _buffers_by_group[world.compute] = _SymmetricBuffers(world)
-    buffers = known.next(capacity * rows_MD.shape[1] * rows_MD.element_size())
-    sent, received = (buffer_as(flat, capacity, rows_MD) for flat in (buffers.sent, buffers.received))
-    with world.exchanges.exchange(rows_MD.device):
-        sent[: len(rows_MD)].copy_(rows_MD)
-        buffers.splits_N.copy_(splits_N)
-        _all_to_all(sent, received, buffers.splits_N, buffers.out_2N, world.compute.group_name, 1)
-        if overlap_fn is not None:
-            overlap_fn()
-    return received.clone()
-
-
-def buffer_as(flat: Tensor, num_rows: int, like_MD: Tensor) -> Tensor:
-    """[num_rows, D] at the head of a buffer of bytes."""
-    num_bytes = num_rows * like_MD.shape[1] * like_MD.element_size()
-    return flat[:num_bytes].view(like_MD.dtype).view(num_rows, like_MD.shape[1])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _BufferSet:
-    """Symmetric memory of one exchange.
-
-    Attributes:
-        sent, received: bytes.
-        splits_N: int64, rows for each rank.
-        out_2N: int64 [2, N], rows from each, and where they begin.
-    """
-
-    sent: Tensor
-    received: Tensor
-    splits_N: Tensor
-    out_2N: Tensor
-
-
-class _SymmetricBuffers:
-    """Two alternating sets of buffers of one group; all ranks allocate larger ones when they become too small."""
-
-    def __init__(self, world: World) -> None:
-        self._device, self._size = world.device, world.size
-        assert world.compute is not None
-        self._group_name = world.compute.group_name
-        self._sets: list[_BufferSet] = []
-
-    def next(self, num_bytes: int) -> _BufferSet:
-        """Return the set that no peer reads any more; collective where it is too small."""
-        if not self._sets or self._sets[0].sent.numel() < num_bytes:
-            if self._sets:
-                torch.accelerator.synchronize(self._device)  # peers may be reading
-            self._sets = [self._made(num_bytes + num_bytes // 4) for _ in range(2)]
-        self._sets.reverse()
-        return self._sets[0]
-
-    def _made(self, num_bytes: int) -> _BufferSet:
-        num_bytes = -(-num_bytes // 256) * 256
-        made = _BufferSet(
-            sent=self._empty(num_bytes, dtype=torch.uint8),
-            received=self._empty(num_bytes, dtype=torch.uint8),
-            splits_N=self._empty(self._size, dtype=torch.int64),
-            out_2N=self._empty(2, self._size, dtype=torch.int64),
-        )
-        for tensor in vars(made).values():
-            private_torch.symmetric_memory().rendezvous(tensor, self._group_name)
-        return made
-
-    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        made: Tensor = private_torch.symmetric_memory().empty(*shape, dtype=dtype, device=self._device)
-        return made
-
-
-_buffers_by_group: WeakKeyDictionary[ProcessGroup, _SymmetricBuffers] = WeakKeyDictionary()
-
-
-def _all_to_all(sent: Tensor, received: Tensor, splits_N: Tensor, out_2N: Tensor, group: str, align: int) -> None:
-    """Torch's operation, with one block of rows for each rank."""
-    torch.ops.symm_mem.all_to_all_vdev_2d(sent, received, splits_N, out_2N, group, align)
-
-
-def refusal(world: World) -> str | None:
-    """Return the reason why symmetric memory cannot be used here, None where it can; selects NVSHMEM then."""
-    if world.device.type != "cuda":
-        return f"dispatch='symmetric' needs ranks on CUDA devices, but this one is on {world.device}"
-    if world.size > _MOST_RANKS:
-        return f"dispatch='symmetric' serves at most {_MOST_RANKS} ranks, but {world.size} are running"
-    if world.may_be_cut:
-        return "dispatch='symmetric' waits on the device for ranks that may have died, which elastic runs must not"
-    library = private_torch.symmetric_memory()
-    if not hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d") or not library.is_nvshmem_available():
-        return f"dispatch='symmetric' needs a torch with NVSHMEM, but {torch.__version__} has none here"
-    if library.get_backend(world.device) != "NVSHMEM":
-        library.set_backend("NVSHMEM")
-    return None

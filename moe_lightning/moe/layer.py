@@ -264,13 +264,8 @@ class MoELayer(nn.Module):
         Raises:
             ConfigurationError: a plan on the device, and a layer that needs the counts on the host.
         """
-        if dispatcher.plans_on_device:
-            for name, is_set in (
-                ("capacity_factor", self.router.config.capacity_factor is not None),
-                ("bias", "b_up" in self.experts.stacked_parameters()),
-            ):
-                if is_set:
-                    raise ConfigurationError(f"plan='device' cannot serve an MoE layer with {name}: use plan='host'")
+        dispatcher.require_host_plan(self.router.config.capacity_factor is not None, "capacity_factor")
+        dispatcher.require_host_plan("b_up" in self.experts.stacked_parameters(), "biases of experts")
         self.experts.place(
             dispatcher.slot_experts, device, {} if self.ended is None else self.ended.stacks(self.experts)
         )

@@ -18,17 +18,13 @@ from moe_lightning.parallel.context import World
 OverlapFn = Callable[[], None] | None
 """Work of this process while rows travel."""
 
-AllToAll = Callable[[Tensor, Any, Any, World, OverlapFn], Tensor]
-"""(rows, send_splits, recv_splits, world, overlap_fn) -> received rows; splits are lists or tensors."""
-
 
 def exchange_rows(
     rows_MD: Tensor,
-    send_rows: Sequence[int] | Tensor,
-    recv_rows: Sequence[int] | Tensor,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
     world: World,
     overlap_fn: OverlapFn = None,
-    all_to_all: AllToAll | None = None,
 ) -> Tensor:
     """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; the gradient travels back
     the same way.
@@ -38,18 +34,16 @@ def exchange_rows(
         send_rows: rows for each rank.
         recv_rows: rows from each rank.
         overlap_fn: called while the rows travel; not called in a world of one rank.
-        all_to_all: implementation; None: all-to-all of the compute group.
 
     Returns:
         [sum(recv_rows), D].
     """
     if world.size == 1:
         return rows_MD
-    moved: AllToAll = all_to_all or _all_to_all
     return linear(
         rows_MD,
-        lambda rows_MD: moved(rows_MD, send_rows, recv_rows, world, overlap_fn),
-        lambda gradient_MD: moved(gradient_MD, recv_rows, send_rows, world, None),
+        lambda rows_MD: _all_to_all(rows_MD, send_rows, recv_rows, world, overlap_fn),
+        lambda gradient_MD: _all_to_all(gradient_MD, recv_rows, send_rows, world, None),
     )
 
 

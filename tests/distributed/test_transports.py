@@ -11,48 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_lightning.dispatch import transports
 from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, Dispatcher
-from moe_lightning.dispatch.placement import uniform_placement
-from moe_lightning.errors import ConfigurationError
-from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.test_dispatch import random_case
 from tests.documented import ROOT, blocks
-
-
-class FakeMemory:
-    """Torch's operation on gloo: what lies behind the rows that arrive is garbage, and buffers must take turns."""
-
-    def __init__(self) -> None:
-        self.met: list[int] = []
-        self.last: tuple[int, ...] = ()
-
-    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def rendezvous(self, tensor: Tensor, group: str) -> None:
-        self.met.append(tensor.data_ptr())
-
-    def all_to_all(self, sent: Tensor, received: Tensor, splits_N: Tensor, out_2N: Tensor, *_: Any) -> None:
-        places = tuple(tensor.data_ptr() for tensor in (sent, received, splits_N, out_2N))
-        assert set(places) <= set(self.met)
-        assert not set(places) & set(self.last), "a peer may still be reading this buffer"
-        self.last = places
-        sizes = [torch.empty_like(splits_N) for _ in range(dist.get_world_size())]
-        dist.all_gather(sizes, splits_N)
-        arrived = [int(size[dist.get_rank()]) for size in sizes]
-        rows = received.new_empty(sum(arrived), received.shape[1])
-        dist.all_to_all_single(rows, sent[: int(splits_N.sum())].contiguous(), arrived, splits_N.tolist())
-        received.fill_(torch.nan)[: len(rows)].copy_(rows)
-
-
-def as_on_a_device(patch: pytest.MonkeyPatch) -> None:
-    fake = FakeMemory()
-    patch.setattr(transports, "refusal", lambda world: None)
-    patch.setattr(transports.private_torch, "symmetric_memory", lambda: fake)
-    patch.setattr(transports, "_all_to_all", fake.all_to_all)
-    patch.setattr(torch.accelerator, "synchronize", lambda device: None)
 
 
 class FakeDeepEP:
@@ -95,7 +57,6 @@ def all_ways(rank: int, world_size: int) -> int:
     """Values and gradients of the backends, bit by bit; how many rows were compared."""
     world, compared = connect(), 0
     with pytest.MonkeyPatch.context() as patch:
-        as_on_a_device(patch)
         register_the_documented_one(patch)
         for seed in range(8):
             case = random_case(seed, world_size)
@@ -105,7 +66,7 @@ def all_ways(rank: int, world_size: int) -> int:
             weights_TK, upstream = torch.rand(ids_TK.shape), torch.randn(len(ids_TK), 4)
             own = torch.bincount(ids_TK[ids_TK >= 0], minlength=case["placement"].num_experts)
             results = []
-            for backend in ("exchange", "symmetric", "deep_ep"):
+            for backend in ("exchange", "deep_ep"):
                 arguments = case["placement"], world, case["groups"], case["quota"]
                 dispatcher = Dispatcher(*arguments, backend=backend)
                 sent = dispatcher.dispatch(x_TD, ids_TK, dispatcher.gather_counts(own))
@@ -120,19 +81,3 @@ def all_ways(rank: int, world_size: int) -> int:
 
 def test_rows_are_those_of_the_all_to_all() -> None:
     assert sum(run_ranks(3, all_ways)) > 100
-
-
-def test_where_it_cannot_run_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = uniform_placement(4, 1), World.single(), [(0,)]
-    with pytest.raises(ConfigurationError, match="CUDA devices, but this one is on cpu: use dispatch='exchange'"):
-        Dispatcher(*place, backend="symmetric")
-    cuda = World.offline(0, 40, torch.device("cuda"))
-    with pytest.raises(ConfigurationError, match="at most 32 ranks, but 40 are running"):
-        transports.SymmetricBackend(cuda)
-    few = World(rank=0, size=2, device=cuda.device, is_cut=lambda: False)
-    with pytest.raises(ConfigurationError, match="which elastic runs must not"):
-        transports.SymmetricBackend(few)
-    library = SimpleNamespace(is_nvshmem_available=lambda: False)
-    monkeypatch.setattr(transports.private_torch, "symmetric_memory", lambda: library)
-    with pytest.raises(ConfigurationError, match="needs a torch with NVSHMEM, but 2"):
-        transports.SymmetricBackend(World.offline(0, 2, cuda.device))

@@ -70,7 +70,6 @@ ELSEWHERE = (
     "rdzv_endpoint",
     "recipes=submitit",  # test_searches
     "resume=edited.ckpt",
-    "strategy.dispatch=symmetric",  # tests/gpu
     "--info",  # tests/unit/test_cli_dial.py
 )
 QUICK = ("strategy.replicas=2",)

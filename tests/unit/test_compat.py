@@ -168,7 +168,7 @@ OTHERS = {
     "_C", "_IS_INTERACTIVE", "_amp_foreach_non_finite_check_and_unscale_", "_base", "_buffers", "_device_types",
     "_distributed_c10d", "_foreach_mul_", "_get_backend", "_get_sequence_number_for_group",
     "_grouped_mm", "_to_copy", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
-    "_symmetric_memory", "_timeout", "_unpickler", "_values", "_version", "_world", "_compiled_call_impl",
+    "_timeout", "_unpickler", "_values", "_version", "_world", "_compiled_call_impl",
     "_composable", "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
     "_backward_hooks", "_post_accumulate_grad_hooks",
 }  # fmt: skip
@@ -379,10 +379,7 @@ def test_objects_of_collectives_are_pickled_by_names_that_can_be_replaced() -> N
         assert f" {name}(" in source, gone(f"torch.distributed.distributed_c10d.{name}", "is not used any more")
 
 
-def test_nccl_and_symmetric_memory_keep_their_private_names() -> None:
-    memory = importlib.import_module("torch.distributed._symmetric_memory")
-    for name in ("empty", "rendezvous"):
-        assert callable(getattr(memory, name)), gone(f"torch.distributed._symmetric_memory.{name}")
+def test_nccl_keeps_its_private_names() -> None:
     if dist.is_nccl_available():
         for name in ("_group_start", "_group_end", "abort"):
             assert hasattr(dist.ProcessGroupNCCL, name), gone(f"torch.distributed.ProcessGroupNCCL.{name}")

@@ -114,10 +114,8 @@ def test_thousands_of_plans_are_those_of_the_host() -> None:
     assert compare(range(1000, 5000)) > 0
 
 
-def in_blocks(rows: list[tuple[int, int]], num_ranks: int, block: int, is_packed: bool) -> list[tuple[int, int] | None]:
+def in_blocks(rows: list[tuple[int, int]], num_ranks: int, block: int) -> list[tuple[int, int] | None]:
     """Rows (rank, expert), already by rank, with None in what is left over."""
-    if is_packed:
-        return [*rows, *[None] * (num_ranks * block - len(rows))]
     laid: list[tuple[int, int] | None] = []
     for rank in range(num_ranks):
         laid += [row for row in rows if row[0] == rank]
@@ -125,9 +123,8 @@ def in_blocks(rows: list[tuple[int, int]], num_ranks: int, block: int, is_packed
     return laid
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("seed", range(2 if INTERPRETED else 12))
-def test_rows_of_a_plan_lie_in_blocks_and_by_slots(seed: int, is_packed: bool) -> None:
+def test_rows_of_a_plan_lie_in_blocks_and_by_slots(seed: int) -> None:
     """Against lists of rows that know their rank and expert."""
     rng = np.random.default_rng(seed)
     experts, ranks, dropped = int(rng.integers(1, 9)), int(rng.integers(1, 6)), int(rng.integers(3))
@@ -137,15 +134,11 @@ def test_rows_of_a_plan_lie_in_blocks_and_by_slots(seed: int, is_packed: bool) -
     slots = [*held, experts]
     block = int(max(send.sum(axis=0).max(), recv.sum(axis=0).max())) + dropped + 1
     order_A = torch.from_numpy(rng.permutation(int(send.sum()) + dropped + (send.sum() + dropped == 0)))
-    runs = ops.plan_runs(
-        torch.from_numpy(send), torch.from_numpy(recv), torch.tensor(slots), block, is_packed=is_packed
-    )
-    assert runs.send_N.tolist() == send.sum(axis=0).tolist()
-    assert runs.recv_N.tolist() == recv.sum(axis=0).tolist()
+    runs = ops.plan_runs(torch.from_numpy(send), torch.from_numpy(recv), torch.tensor(slots), block)
     assert runs.tokens_C.tolist() == [*recv[held].sum(axis=1).tolist(), 0]
 
     sent = [(rank, expert) for expert in range(experts) for rank in range(ranks) for _ in range(send[expert, rank])]
-    laid = in_blocks(sorted(sent), ranks, block, is_packed)
+    laid = in_blocks(sorted(sent), ranks, block)
     num_routed = runs.send_starts[experts]
     order_M, inverse_A = ops.fill_blocks(order_A, runs.send_starts, runs.send_ends, num_routed, ranks * block)
     row_of = {int(assignment): row for row, assignment in enumerate(order_M) if laid[row] is not None}
@@ -154,7 +147,7 @@ def test_rows_of_a_plan_lie_in_blocks_and_by_slots(seed: int, is_packed: bool) -
     assert set(order_M.tolist()) <= set(order_A.tolist())
 
     came = [(rank, expert) for rank in range(ranks) for expert in range(experts) for _ in range(recv[expert, rank])]
-    laid = in_blocks(came, ranks, block, is_packed)
+    laid = in_blocks(came, ranks, block)
     index_M, inverse_M = ops.reorder_chunks(runs.recv_starts, runs.recv_ends, ranks * block)
     by_slot = [(rank, expert) for expert in held for rank in range(ranks) for _ in range(recv[expert, rank])]
     assert [laid[row] for row in index_M] == [*by_slot, *[None] * (ranks * block - len(by_slot))]
@@ -168,4 +161,4 @@ def test_a_plan_of_other_tables_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="rank 2 do not fit"):
         ops.plan_rows(tokens, tokens, 2, EVEN)
     with pytest.raises(ConfigurationError, match=r"send \[3, 2\] and recv \[2, 2\] do not fit"):
-        ops.plan_runs(tokens, tokens[:2], torch.tensor([0]), 4, is_packed=False)
+        ops.plan_runs(tokens, tokens[:2], torch.tensor([0]), 4)
