@@ -33,7 +33,7 @@ from typing_extensions import override
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.files import SUFFIX, weights_alone
 from moe_lightning.checkpoint.storage import place_of
-from moe_lightning.compat import private_lightning
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
 from moe_lightning.data.loader import factors_of, follow_schedule, outline_of
 from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
@@ -358,6 +358,8 @@ class ExpertParallelStrategy(DDPStrategy):
         if self.worlds.is_joined:
             return
         has_peers = self.world_size > 1
+        if has_peers:  # torch's default group may be the user's own, with torch's half hour
+            private_torch.set_group_timeout(dist.group.WORLD, self.options.timeout)
         world = World.before_setup(self.root_device) if has_peers else World.single(self.root_device)
         layout = self.worlds.layout(all_gather_json(self.node_rank, world))  # schedulers deal ranks out in any order
         if has_peers:

@@ -202,11 +202,10 @@ def meet_one_who_does_not(rank: int, world_size: int, folder: Path) -> tuple[str
     return str(raised.value), time.monotonic() - begin
 
 
-@pytest.mark.slow
 def test_a_stranger_who_does_not_meet_is_waited_for_no_longer_than_configured(tmp_path: Path) -> None:
     _, (said, waited) = run_ranks(2, meet_one_who_does_not, tmp_path)
     assert not (tmp_path / "made").exists()
-    assert "timeout" in said.lower(), said
+    assert "timed out" in said.lower(), said
     assert waited < 30.0  # 2 s, on a busy machine
 
 
