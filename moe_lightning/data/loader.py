@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -131,20 +131,6 @@ class StepLoader:
         loader = self._loader
         self.num_workers, self.pin_memory, self.collate_fn = loader.num_workers, loader.pin_memory, loader.collate_fn
         self.worker_init_fn = options.get("worker_init_fn")
-
-    def rows_by_source(self, here: StepSlice | None) -> dict[str, torch.Tensor]:
-        """Return which rows of a batch are of each source, bool [rows]; none for a data set without `source_rows`.
-
-        Args:
-            here: slice of the batch; None: of that yielded last. A row that stands in for a sample is of no source.
-        """
-        here = here or self.current
-        sources: Mapping[str, torch.Tensor] = getattr(self.dataset, "source_rows", {})
-        if here is None or not sources:
-            return {}
-        indices = self.step_sampler.indices_of(here)
-        padding = torch.zeros(here.rows - len(indices), dtype=torch.bool)
-        return {name: torch.cat([rows[indices], padding]) for name, rows in sources.items()}
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], *, training: bool, seed: int = 0, **place: int) -> StepLoader:

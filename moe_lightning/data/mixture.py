@@ -72,11 +72,6 @@ class Mixture:
         permutation: IntArray = torch.randperm(self.sizes[source], generator=generator, device="cpu").numpy()
         return permutation
 
-    def passes(self, samples: int) -> list[float]:
-        """Return how often each source is read in the first samples of training."""
-        share = samples / len(self)
-        return [share * count / size for count, size in zip(self.counts, self.sizes, strict=True)]
-
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Return integers in the ratio of weights, each less than one from its share, that sum to `total`; what rounding

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import itertools
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.data.corpus import (
     Corpus,
@@ -128,25 +124,6 @@ class JoinedSamples(ConcatDataset[Any]):
     def __init__(self, datasets: Sequence[Dataset[Any]]) -> None:
         super().__init__(datasets)
         self.data_key = fingerprint(tuple(getattr(dataset, "data_key", None) for dataset in datasets))
-
-
-class HeldOut(Subset[Any]):
-    """Held-out samples of several sources.
-
-    Args:
-        samples: of all sources, one source after the other.
-        indices: of those that are chosen.
-        sources: names and numbers of the samples.
-
-    Attributes:
-        source_rows: name to bool [chosen samples], of each source that has any.
-    """
-
-    def __init__(self, samples: Dataset[Any], indices: Sequence[int], sources: Sequence[tuple[str, int]]) -> None:
-        super().__init__(samples, indices)
-        numbers = np.repeat(np.arange(len(sources)), [count for _, count in sources])[list(indices)]
-        found = {name: torch.from_numpy(numbers == number) for number, (name, _) in enumerate(sources)}
-        self.source_rows = {name: rows for name, rows in found.items() if rows.any()}
 
 
 @validated
@@ -266,23 +243,9 @@ class TextData(StepDataModule):
         return max(corpus.vocab_size for corpus in self.corpora)
 
     def summary(self) -> str:
-        """A line about each source, and once they are set up, about their mixture and packs."""
+        """A line about each source, and once they are set up, about how often they are read, and packs."""
         lines = [corpus.summary() for corpus in self.corpora]
-        return "\n".join([*lines, *self._mixture_lines(), *self._packs.splitlines()])
-
-    def _mixture_lines(self) -> list[str]:
-        """Return a line for each source: how often the training, or an epoch if its length is unknown, reads it."""
-        if not isinstance(self._order, Mixture):
-            return self.passes()
-        order, trainer = self._order, self.trainer
-        steps = None if trainer is None else private_lightning.steps_of_training(trainer)
-        during = "an epoch" if steps is None else f"{steps:,} steps"
-        passes = order.passes(len(order) if steps is None else steps * self.global_batch_size)
-        return [
-            f"{source.path}: {order.sizes[number]:,} samples, {order.counts[number] / len(order):.1%} of the mixture, "
-            f"read {passes[number]:.3g} times in {during}"
-            for number, source in enumerate(self.sources)
-        ]
+        return "\n".join([*lines, *self.passes(), *self._packs.splitlines()])
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -329,12 +292,7 @@ class TextData(StepDataModule):
             rank_zero_info(self._packs)
         most = min(len(val), self.val_samples or len(val))
         chosen = np.arange(most) * len(val) // most
-        names = source_names([source.path for source in self.sources])
-        if len(names) > 1:
-            sizes = [len(one) for one in vals]
-            self._val = HeldOut(val, _mingled(chosen, sizes).tolist(), list(zip(names, sizes, strict=True)))
-        else:
-            self._val = Subset(val, chosen.tolist())
+        self._val = Subset(val, _mingled(chosen, [len(one) for one in vals]).tolist())
 
     def _windows(self, corpus: Corpus) -> tuple[Any, Any]:
         train, val = (TokenWindows(span, self.context_length, corpus.name) for span in (corpus.train, corpus.val))
@@ -402,23 +360,3 @@ def shown_sources(sources: Sequence[DataSource]) -> str:
     """Return the path of one source as given, or the names of several."""
     paths = [source.path for source in sources]
     return paths[0] if len(paths) == 1 else ", ".join(Path(path).name for path in paths)
-
-
-def source_names(paths: Sequence[str]) -> list[str]:
-    """Return a name of each source for metrics: the last part of its path that is no pattern, numbered where several
-    sources have the same.
-
-    >>> source_names(["web/", "code/**/*.jsonl.zst", "old/web/part.txt", "new/web"])
-    ['web', 'code', 'part', 'web_2']
-    """
-    found = list[str]()
-    for path in paths:
-        parts = itertools.takewhile(lambda part: not glob.has_magic(part), Path(path).parts)
-        last = [part for part in parts if part.strip("./")][-1:]
-        name = base = re.sub(r"\W", "_", Path(last[0]).stem) if last else "source"
-        for number in itertools.count(2):
-            if name not in found:
-                break
-            name = f"{base}_{number}"
-        found.append(name)
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
@@ -22,7 +22,7 @@ from moe_lightning.config import Coefficient, Fraction, NonNegativeInt, Probabil
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig, ModelSize, model_size
 from moe_lightning.models.optimizers import Adafactor, Muon, by_expert, muon_groups, parameter_groups
-from moe_lightning.moe.losses import IGNORED_TARGET, auxiliary_loss, global_mean, mean_over_targets, num_targets
+from moe_lightning.moe.losses import auxiliary_loss, global_mean, mean_over_targets, num_targets
 from moe_lightning.parallel.sequence import ContextParallel
 from moe_lightning.parallel.tensor import parted_logits
 
@@ -87,8 +87,7 @@ class SupervisedModule(pl.LightningModule):
     with AdamW; the loss is the mean cross-entropy over the targets that are not -100. Where `is_token` is False an
     input is padding, which no expert gets; documents that `begins` tells apart do not see each other.
 
-    Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included; of a mixture also `val/SOURCE/loss`
-    and `test/SOURCE/loss` of each source that has held-out samples.
+    Logs `train/loss`, `val/loss` and `test/loss`, auxiliary losses not included.
 
     Attributes:
         attention_width: heads times head size, summed over the layers; None where inputs are not token ids [B, L], so
@@ -106,15 +105,10 @@ class SupervisedModule(pl.LightningModule):
         return self(batch[0], *batch[2:])  # type: ignore[no-any-return]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, without auxiliary losses. Override it to train on another one; those of a
-        mixture's sources stay mean cross-entropies, for which an evaluation then computes the logits again.
-        """
-        return self._losses(batch, [batch[1]])[0]
-
-    def _losses(self, batch: Batch, targets: Sequence[Tensor]) -> list[Tensor]:
+        """Return the loss of a batch, without auxiliary losses. Override it to train on another one."""
         with parted_logits(self.model) as ranks:
             logits = self.logits(batch)
-        return [mean_over_targets(logits, some, ranks) for some in targets]
+        return mean_over_targets(logits, batch[1], ranks)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -157,31 +151,13 @@ class SupervisedModule(pl.LightningModule):
             places = context.positions(length, batch[3])
             assert isinstance(places, Tensor)
             self._attended = ((2 * places + 1) * batch[2]).sum()
-        of_sources = {} if self.training else self._targets_by_source(batch[1], name)
-        if of_sources and getattr(self.loss, "__func__", None) is SupervisedModule.loss:
-            loss, *losses = self._losses(batch, [batch[1], *of_sources.values()])  # of the same logits
-        else:
-            loss = self.loss(batch)
-            losses = self._losses(batch, [*of_sources.values()]) if of_sources else []
-        count = num_targets(batch[1])
+        loss, count = self.loss(batch), num_targets(batch[1])
         if self.training:
             shared = global_mean(self, loss, count)
             self.log(name, shared.detach(), prog_bar=True, sync_dist=shared is loss)  # stock strategies share nothing
             return shared
         self.log(name, loss, prog_bar=True, sync_dist=True, batch_size=int(count))
-        for (source, some), value in zip(of_sources.items(), losses, strict=True):
-            self.log(source, value, sync_dist=True, batch_size=int(num_targets(some)))
         return loss
-
-    def _targets_by_source(self, targets: Tensor, name: str) -> dict[str, Tensor]:
-        """Return the targets of each source of a mixture, others -100, by the name of its loss."""
-        area, _, loss = name.partition("/")
-        loaders = self.trainer.test_dataloaders if area == "test" else self.trainer.val_dataloaders
-        steps = getattr(self.trainer.strategy, "steps", None)
-        find = getattr(loaders, "rows_by_source", None)
-        found = {} if find is None else find(None if steps is None else steps.batch)
-        rows = {source: rows.to(targets.device)[:, None] for source, rows in found.items()}
-        return {f"{area}/{source}/{loss}": targets.where(of, IGNORED_TARGET) for source, of in rows.items()}
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,6 @@ def test_a_mixture_resumes_on_other_ranks(tmp_path: Path, monkeypatch: pytest.Mo
         for ranks, steps in parts:
             ran = moe_train(tmp_path, *options, f"run_name={name}", f"ranks={ranks}", f"trainer.max_steps={steps}")
             assert ran.returncode == 0, ran.stderr
-            said = re.search(
-                r"code.jsonl: (\d+) samples, 33.3% of the mixture, read (\S+) times in (\d) steps", ran.stdout
-            )
-            assert said, ran.stdout
-            assert float(said[2]) == pytest.approx(steps * 8 / 3 / int(said[1]), rel=0.02)
-            assert int(said[3]) == steps
         found.append(losses(tmp_path / "outputs" / name))
     assert found[0].keys() == found[1].keys()
     assert [found[1][step] for step in found[0]] == pytest.approx([*found[0].values()], abs=1e-5)

@@ -48,7 +48,6 @@ def test_sources_are_read_in_passes_and_in_their_shares(data: st.DataObject, siz
         passes = [drawn[at : at + size] for at in range(0, len(drawn), size)]
         assert all(sorted(one) == list(range(size)) for one in passes if len(one) == size)
         assert all(len(set(one)) == len(one) for one in passes)
-        assert mixture.passes(len(stream))[source] == pytest.approx(len(drawn) / size)
     total = sum(mixture.weights)
     for epoch in range(2):
         seen = Counter[int]()
@@ -119,9 +118,6 @@ def test_a_mixture_of_text_and_records(sources: list[dict[str, Any]], tmp_path: 
     long, short = ([corpus.train.count, corpus.val.count] for corpus in made.corpora)
     samples = (long[0] - 1) // 16 + (short[0] - 1) // 16
     assert len(made.train_dataloader()) == samples // 8
-    assert f"{sources[0]['path']}: {(long[0] - 1) // 16:,} samples, 75.1% of the mixture, read " in made.summary()
-    repeats = int(samples * 0.25) / ((short[0] - 1) // 16)
-    assert f"24.9% of the mixture, read {repeats:.3g} times in an epoch" in made.summary()
     assert sum(len(batch[0]) for batch in made.val_dataloader()) == (long[1] - 1) // 16 + (short[1] - 1) // 16
     packed = data(sources, tmp_path, packing=True)
     assert packed.train_dataloader().step_sampler.order.num_samples == len(packed.train_dataloader().dataset)  # type: ignore[arg-type]
@@ -133,7 +129,6 @@ def test_sources_without_weights_are_read_once_in_an_epoch(sources: list[dict[st
     order = loader.step_sampler.order.indices(0, 0, len(loader.dataset))  # type: ignore[arg-type]
     assert sorted(order) == list(range(len(loader.dataset)))  # type: ignore[arg-type]
     assert order != sorted(order)
-    assert "read 1 times in an epoch" in made.summary()
 
 
 @pytest.mark.parametrize(
@@ -187,16 +182,13 @@ def test_every_beginning_of_the_held_out_samples_has_all_sources(
 ) -> None:
     made = data(sources, tmp_path, val_samples=most)
     loader = made.val_dataloader()
-    rows: dict[str, Any] = loader.dataset.source_rows
     count = len(loader.dataset)  # type: ignore[arg-type]
     assert count == (most or sum((corpus.val.count - 1) // 16 for corpus in made.corpora))
+    begin_of_code = len(made._val.dataset.datasets[0])  # type: ignore[attr-defined]
+    is_code = np.array(loader.dataset.indices) >= begin_of_code  # type: ignore[attr-defined]
     for first in range(1, count + 1):
-        for of_source in rows.values():
-            share = int(of_source.sum()) / count
-            assert abs(int(of_source[:first].sum()) - first * share) <= 1
-    assert len(set(loader.dataset.indices)) == count  # type: ignore[attr-defined]
-    begins = dict(zip(rows, ([0, len(made._val.dataset.datasets[0])]), strict=True))  # type: ignore[attr-defined]
-    for name, of_source in rows.items():
-        found = [index for index, is_of in zip(made._val.indices, of_source, strict=True) if is_of]
-        assert found == sorted(found), name
-        assert (found[0] >= begins["code"]) == (name == "code")
+        assert abs(is_code[:first].sum() - first * is_code.mean()) <= 1
+    for of_source in (is_code, ~is_code):
+        indices = np.array(loader.dataset.indices)[of_source]  # type: ignore[attr-defined]
+        assert len(indices) > 0
+        assert (np.diff(indices) > 0).all()
