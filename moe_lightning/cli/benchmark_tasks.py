@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from moe_lightning.cli.evaluate import next_token_logits
 from moe_lightning.cli.language_model import LanguageModel
-from moe_lightning.data.instructions import ChatFormat, Turn
+from moe_lightning.data.chat_formats import ChatFormat
+from moe_lightning.data.conversations import Turn
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.generation import Sampling
 from moe_lightning.models.huggingface.loading import known_tokens

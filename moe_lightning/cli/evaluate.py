@@ -277,8 +277,9 @@ def _records(
 ) -> Iterator[Document]:
     import numpy as np
 
+    from moe_lightning.data.chat_formats import encode
+    from moe_lightning.data.conversations import read, records
     from moe_lightning.data.documents import CONVERSATIONS
-    from moe_lightning.data.instructions import encode, read, records
     from moe_lightning.files import decoded
 
     field, written = text_field or str(model.data.get("text_field", "text")), None

@@ -149,7 +149,7 @@ def _check_text(name: str, text: str | None) -> None:
 
 def _chat(model: LanguageModel, sampling: Sampling, system: str | None, max_new_tokens: int) -> None:
     """Answer each line of the input until it ends; the oldest exchanges go when the context is full."""
-    from moe_lightning.data.instructions import Turn
+    from moe_lightning.data.conversations import Turn
 
     written, tokenizer = model.chat(), model.tokenizer()
     first = [] if system is None else [Turn("system", system)]

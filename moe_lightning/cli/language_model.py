@@ -24,9 +24,9 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import network_of, open_saved, other_tokenizer, trained_config
 from moe_lightning.config import TARGET
+from moe_lightning.data.chat_formats import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.data.corpus import DataSource, end_of_documents, tokenizer_of
 from moe_lightning.data.documents import STDLIB
-from moe_lightning.data.instructions import ChatFormat, chat_format, hugging_face_tokenizer, templated_turns
 from moe_lightning.data.text import sources_of
 from moe_lightning.data.tokenizer import (
     BYTES,

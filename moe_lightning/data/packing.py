@@ -125,17 +125,15 @@ class Packed(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
                 f"global_batch_size={global_batch_size}: lower either, or give more text"
             )
 
-    def summary(self, what: str, num_cut: int = 0) -> str:
+    def summary(self, what: str) -> str:
         """One line.
 
         Args:
             what: documents are called.
-            num_cut: that were longer than the context.
         """
         tokens = int(self.lengths.sum())
         full = 100 * tokens / (len(self) * self.context_length)
-        cut = f"; {num_cut:,} longer ones were cut at their end" if num_cut else ""
         return (
             f"packing: {len(self.lengths):,} {what} in {len(self):,} samples of {self.context_length:,} tokens, "
-            f"{full:.1f} % full{cut}"
+            f"{full:.1f} % full"
         )

@@ -14,7 +14,7 @@ import yaml
 
 from moe_lightning.cli.evaluate import main
 from moe_lightning.cli.language_model import open_language_model
-from moe_lightning.data.instructions import MarkedTurns
+from moe_lightning.data.chat_formats import MarkedTurns
 from moe_lightning.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.generation import Sampling

@@ -15,7 +15,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data.instructions import Conversation, InstructionData, MarkedTurns, Turn, chat_format, encode
+from moe_lightning.data.chat_formats import MarkedTurns, chat_format, encode
+from moe_lightning.data.conversations import Conversation
+from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.moe.losses import IGNORED_TARGET
 
@@ -92,7 +94,7 @@ def test_a_conversation_may_begin_with_an_answer(turns: list[tuple[str, str]], t
         ),
         (
             CHATML.replace("assistant\n{%", "assistant\n<think>\n{%"),
-            r"asks for an answer with '<think>\\n', and writes this answer as 'e f<\|im_end\|>\\n': let answers",
+            "writes the last answer otherwise than it asks for it",
         ),
     ],
 )
@@ -127,23 +129,6 @@ def test_each_answer_that_is_written_as_it_is_asked_for_is_predicted(tmp_path: P
     conversation = Conversation.of({"messages": turns})
     learned = [text for text, is_predicted in written.pieces(conversation) if is_predicted]
     assert learned == ['<think>t</think>{"name": "f"}<|im_end|>\n', "<think>t</think>b<|im_end|>\n"]
-    assert written.num_left_out(conversation) == 1
-
-
-@pytest.mark.parametrize("template", [CHATML, SINCE_THE_LAST_QUESTION])
-def test_answers_that_a_template_leaves_out_are_told(template: str, tmp_path: Path) -> None:
-    path = tokenizer_folder(tmp_path / "model", template)
-    turns = [{"role": role, "content": content} for role, content in TURNS]
-    if template != CHATML:
-        turns = [{**turn, "reasoning_content": "t"} for turn in turns]
-    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 3))
-    data = InstructionData(path=tmp_path / "chat.jsonl", tokenizer=path, context_length=128, global_batch_size=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        data.setup()
-    told = [str(warning.message) for warning in caught if "not learned" in str(warning.message)]
-    assert len(told) == (template != CHATML)
-    assert all("writes 2 answers of 2 conversations that were looked at otherwise" in line for line in told)
 
 
 @pytest.mark.parametrize("call", ["strftime_now('%Y-%m-%d')", 'strftime_now( "%B %d, %Y" )'])
@@ -167,51 +152,6 @@ def test_a_template_that_writes_the_date_has_the_same_tokens_on_every_day(
     assert key(29) == key(30)
 
 
-# Answers have no end: the token of the next turn is their end.
-GLM = (
-    "[gMASK]<sop>{% for m in messages %}{% if not loop.first %}{{ 'GAP' }}{% endif %}"
-    "<|{{ 'observation' if m['role'] == 'tool' else m['role'] }}|>{{ '\n' + (m['content'] or '') }}"
-    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'GAP' }}<|assistant|>{{ '\n' }}{% endif %}"
-)
-ROLES = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
-
-
-@pytest.mark.parametrize("gap", ["", "\n"])
-def test_an_answer_without_an_end_is_ended_by_the_token_of_the_next_turn(tmp_path: Path, gap: str) -> None:
-    path = tokenizer_folder(tmp_path, GLM.replace("GAP", gap), additional_special_tokens=ROLES)
-    written = chat_format(path, None)
-    asks, answers = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
-    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    returns = {"role": "tool", "content": "t"}
-
-    def learned(*messages: dict[str, Any]) -> list[str]:
-        encoded = encode(Conversation.of({"messages": list(messages)}), written, load_tokenizer(path))
-        places = encoded.places[encoded.is_predicted].tolist()
-        return "".join(encoded.text[start:end] for start, end in places).replace(gap or "?", "").split("|>")
-
-    assert learned(asks, answers) == ["c<|user", ""]
-    assert learned(asks, answers, asks, answers) == ["c<|user", "c<|user", ""]
-    assert learned(asks, calls, returns, answers) == ["f<|observation", "c<|user", ""]
-    assert learned(asks, calls) == ["f<|observation", ""]
-    assert learned(asks, answers, asks) == ["c<|user", ""]
-    assert learned(asks, {**answers, "weight": 0}, asks, answers) == ["c<|user", ""]
-    assert learned(asks, answers, {"role": "system", "content": "s"}, asks, answers) == ["cc<|user", ""]
-    assert written.end == "<|user|>"
-    end = InstructionData(path=tmp_path, tokenizer=path).end_of_text
-    assert end == Tokenizer.from_file(path).token_to_id("<|user|>")
-
-
-def test_an_answer_without_an_end_may_be_written_otherwise_as_the_last_turn(tmp_path: Path) -> None:
-    """As by templates that show only of the last answer what it thought."""
-    last = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] or '' }}"
-    template = GLM.replace("GAP", "").replace("'\n' + (m['content'] or '') }}", "'\n' }}" + last)
-    path = tokenizer_folder(tmp_path, template, additional_special_tokens=["[gMASK]", *ROLES])
-    written = chat_format(path, None)
-    assert written.end == "<|user|>"
-    assert written.pieces(said(*TURNS))[-1] == ("<|user|>", True)
-
-
 @pytest.mark.parametrize("has_end", [False, True])
 def test_a_template_without_an_end_is_warned_of_once(tmp_path: Path, has_end: bool) -> None:
     template = CHATML if has_end else CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "### ")
@@ -224,24 +164,6 @@ def test_a_template_without_an_end_is_warned_of_once(tmp_path: Path, has_end: bo
         data.setup()
     told = [warning for warning in caught if "answers never learn to end: let it write" in str(warning.message)]
     assert len(told) == (not has_end)
-
-
-@pytest.mark.parametrize(("end", "is_token"), [("<|end|>", True), ("<|stop|>", False), ("<|im_end|>\n<|end|>", True)])
-@pytest.mark.parametrize("has_template", [False, True])
-def test_an_end_that_is_no_token_is_warned_of(tmp_path: Path, end: str, is_token: bool, has_template: bool) -> None:
-    template = CHATML.replace("<|im_end|>", end) if has_template else None
-    path = tokenizer_folder(tmp_path / "model", template)
-    (tmp_path / "chat.jsonl").write_text("\n".join([json.dumps({"prompt": "p", "response": "r"})] * 2))
-    options: dict[str, Any] = {"context_length": 64, "global_batch_size": 1}
-    data = InstructionData(
-        path=tmp_path / "chat.jsonl", tokenizer=path, end_token=None if has_template else end, **options
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        data.setup()
-    told = [str(warning.message) for warning in caught if "no single token" in str(warning.message)]
-    assert len(told) == (not is_token)
-    assert all(line.startswith(f"'{end}', which ends an answer, is no single token of {path}") for line in told)
 
 
 def test_targets_are_the_answers_in_the_tokens_of_the_model(tmp_path: Path) -> None:
@@ -263,7 +185,7 @@ def test_targets_are_the_answers_in_the_tokens_of_the_model(tmp_path: Path) -> N
 def test_a_conversation_is_written_once_for_all_comparisons_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = chat_format(tokenizer_folder(tmp_path, GLM.replace("GAP", ""), additional_special_tokens=ROLES), None)
+    written = chat_format(tokenizer_folder(tmp_path, CALLING), None)
     write, texts = written._tokenizer.apply_chat_template, list[str]()  # type: ignore[union-attr]
     monkeypatch.setattr(
         written._tokenizer,  # type: ignore[union-attr]
@@ -445,28 +367,6 @@ def test_reasoning_that_a_template_writes_is_learned(tmp_path: Path) -> None:
         assert learned == ["<think>two</think>a<|im_end|>\n"]
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_that_is_not_written_is_refused(tmp_path: Path, name: str) -> None:
-    written = chat_format(tokenizer_folder(tmp_path, CHATML), None)
-    written.check(reasoned(**{name: ""}))
-    with pytest.raises(ValueError, match=f"leaves out {name} of an answer: name it as the template does, write it"):
-        written.check(reasoned(**{name: "two"}))
-    with pytest.raises(ValueError, match=f"it has {name}, and without a chat template there is only content"):
-        MarkedTurns("\0").check(reasoned(**{name: "two"}))
-    MarkedTurns("\0").check(Conversation((*reasoned().turns, Turn("assistant", "b", False, {name: "two"}))))
-
-
-def test_a_template_may_not_leave_out_what_the_last_answer_thinks_in_its_content(tmp_path: Path) -> None:
-    """As that of DeepSeek-V3.1 does."""
-    answer = {"content": "<think>two</think>four"}
-    chat_format(tokenizer_folder(tmp_path / "kept", FORGETFUL), None).check(reasoned(**answer))
-    forgets = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
-    written = chat_format(tokenizer_folder(tmp_path / "left out", forgets), None)
-    with pytest.raises(ValueError, match=r"leaves out what an answer has before </think>: .* write that, or remove it"):
-        written.check(reasoned(**answer))
-    written.check(reasoned(content="<think>\n\n</think>four"))
-
-
 def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text("\n".join([json.dumps({"prompt": "p", "response": "r"})] * 2))
@@ -511,7 +411,7 @@ def test_a_set_without_a_token_to_learn_is_refused(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, lines)))
     seed = next(s for s in range(20) if np.random.default_rng(s).permutation(4)[0] != 3)  # the long one is trained on
     mixed = InstructionData(path=tmp_path / "long.jsonl", context_length=40, global_batch_size=1, seed=seed)
-    with pytest.warns(UserWarning, match=r"in 1 of 3 conversations"):
+    with pytest.warns(UserWarning, match=r"cuts 1 of 3 conversations"):
         mixed.setup()
 
 

@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from moe_lightning import ConfigurationError
-from moe_lightning.data import instructions
-from moe_lightning.data.instructions import Conversation, InstructionData
+from moe_lightning.data.conversations import Conversation
+from moe_lightning.data.instructions import InstructionData
 from moe_lightning.moe.losses import IGNORED_TARGET
 
 CHAT = {
@@ -93,14 +93,11 @@ def test_forms_of_a_line() -> None:
 
 
 def test_what_stands_beside_the_turns_is_read() -> None:
-    """As LLaMA-Factory and OpenThoughts have it."""
-    alpaca = {"instruction": "a", "output": "b", "system": "s", "history": [["q", "r"]], "thinking": "t"}
-    turns = [("system", "s"), ("user", "q"), ("assistant", "r"), ("user", "a"), ("assistant", "b")]
-    assert turns_of(alpaca) == turns
-    assert [turn.reasoning for turn in Conversation.of(alpaca).turns] == [[], [], [], [], ["thinking"]]
-    assert turns_of({"prompt": "a", "response": "b", "system": "", "history": []}) == turns[3:]
+    turns = [("system", "s"), ("user", "a"), ("assistant", "b")]
+    assert turns_of({"instruction": "a", "output": "b", "system": "s"}) == turns
+    assert turns_of({"prompt": "a", "response": "b", "system": ""}) == turns[1:]
     shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    assert turns_of({"conversations": shared, "system": "s"}) == [turns[0], *turns[3:]]
+    assert turns_of({"conversations": shared, "system": "s"}) == turns
     assert turns_of({"messages": CHAT["messages"], "system": "other"})[0] == ("system", "be brief")
     for tools in ([{"name": "f"}], '[{"name": "f"}]'):
         assert Conversation.of({"prompt": "a", "response": "b", "tools": tools}).tools == [{"name": "f"}]
@@ -135,14 +132,11 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["loss", "loss_mask", "train", "training", "trainable"])
 @pytest.mark.parametrize("value", [0, 0.0, False])
-def test_an_answer_that_another_trainer_leaves_out_is_refused(name: str, value: float) -> None:
-    question, answer = ({**turn, name: value} for turn in CHAT["messages"][1:3])
-    with pytest.raises(
-        ValueError, match=f"^an answer has {name}={json.dumps(value)} and no weight: give 0 if it is not"
-    ):
-        Conversation.of({"messages": [question, answer, *CHAT["messages"][3:]]})
-    for extra in ({name: True}, {"weight": 1}):
-        assert Conversation.of({"messages": [question, {**answer, **extra}]}).turns[1].is_learned
+def test_the_marks_of_other_trainers_are_weights(name: str, value: float) -> None:
+    question, answer, *others = CHAT["messages"][1:]
+    for marks, is_learned in (({name: value}, False), ({name: True}, True), ({name: value, "weight": 1}, False)):
+        turns = Conversation.of({"messages": [question | marks, answer | marks, *others]}).turns
+        assert [turn.is_learned for turn in turns] == [False, is_learned, False, True]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -208,40 +202,11 @@ ASKS_AGAIN = {"messages": [*ASKS_ON["messages"], {"role": "assistant", "content"
 def test_answers_that_lose_their_end_are_told_once(tmp_path: Path, line: dict[str, Any], packing: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = data(write(tmp_path / "long.jsonl", *[line] * 3), context_length=30, packing=packing)
+        data(write(tmp_path / "long.jsonl", *[line] * 3), context_length=30, packing=packing)
     told = [text for text in (str(warning.message) for warning in caught) if "before their answers end" in text]
     assert [text.partition(" conversations")[0] for text in told] == (
-        ["context_length=30 cuts 2 of 2"] if line in (LONG, ASKS_AGAIN) and not packing else []
+        ["context_length=30 cuts 2 of 2"] if line in (LONG, ASKS_AGAIN) else []
     )
-    assert ("2 longer ones were cut at their end" in made.summary()) == packing
-
-
-def test_packing_counts_tokens_where_conversations_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instructions, "_SAMPLE", 1)
-    monkeypatch.setattr(instructions, "_LARGE", 0)
-    encode, calls = instructions.encode, list[Any]()
-    monkeypatch.setattr(instructions, "encode", lambda *arguments: calls.append(arguments) or encode(*arguments))
-    lines = [{"prompt": "p", "response": "r" * count} for count in range(1, 31)]
-    path = write(tmp_path / "many.jsonl", *lines)
-    options = {"context_length": 96, "global_batch_size": 1, "end_token": "\0", "packing": True}
-    made, alone = (InstructionData(path=path, **options) for _ in range(2))
-    made.prepare_data()
-    assert len(calls) == 30
-    made.setup()
-    assert 30 < len(calls) < 40, "the first ones are looked at"
-    calls.clear()
-    alone.setup()
-    assert len(calls) >= 30
-    assert samples_of(made) == samples_of(alone)
-    write(path, *reversed(lines))
-    made.setup()
-    alone.setup()
-    assert samples_of(made) == samples_of(alone), "of the file that is there"
-
-
-def samples_of(made: InstructionData) -> list[list[Any]]:
-    dataset: Any = made.train_dataloader().dataset
-    return [[part.tolist() for part in dataset[index]] for index in range(len(dataset))]
 
 
 def test_every_line_is_used_once_and_the_split_follows_the_seed(tmp_path: Path) -> None:
@@ -321,8 +286,6 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
             '{"prompt": "x", "response": "x", "tools": "f(x)"}',
             "tools='f.x.', which is no list: give a JSON array, or re",
         ),
-        ('{"prompt": "x", "response": "x", "history": [["q"]]}', r"which is no pair .*: give \[\[question, answer\]"),
-        ('{"prompt": "x", "response": "x", "thinking": "t"}', "it has thinking, .* write it into the answer, or r"),
         ('{"prompt": 1, "response": "x"}', "a turn has the content 1, which is not text"),
         ('{"prompt": null, "response": "x"}', "it has neither messages, conversations, prompt and response"),
         (

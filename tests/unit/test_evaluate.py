@@ -133,10 +133,10 @@ def test_conversations_that_training_refuses_are_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained_run(tmp_path / "run", INSTRUCTIONS, vocab_size=256, context_length=48)
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "thinking": "3"}]
+    turns = [{"role": "user", "content": "1"}, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "said.jsonl").write_text(json.dumps({"messages": turns}))
     assert main([str(folder), str(tmp_path / "said.jsonl")]) == 2
-    assert "nor a conversation: it has thinking, and without a chat template" in capsys.readouterr().err
+    assert "nor a conversation: it has the role tool, and without a chat template" in capsys.readouterr().err
 
 
 def test_the_format_of_conversations_is_read_once(

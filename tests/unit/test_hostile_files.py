@@ -24,9 +24,10 @@ from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.data.chat_formats import hugging_face_tokenizer
 from moe_lightning.data.documents import text_chunks
 from moe_lightning.data.images import ImageFiles
-from moe_lightning.data.instructions import InstructionData, hugging_face_tokenizer
+from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.text import TextData
 from moe_lightning.data.tokenizer import tokenizer_from, train_tokenizer
 from moe_lightning.dispatch.placement import uniform_placement

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_lightning.data.instructions import chat_format
+from moe_lightning.data.chat_formats import chat_format
 from moe_lightning.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_content
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.hub import (

@@ -21,8 +21,10 @@ from moe_lightning import CheckpointError, ConfigurationError, auxiliary_loss, r
 from moe_lightning.cli import train
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.language_model import open_language_model
+from moe_lightning.data.chat_formats import templated_turns
+from moe_lightning.data.conversations import Turn
 from moe_lightning.data.corpus import prepare_corpus
-from moe_lightning.data.instructions import InstructionData, Turn, templated_turns
+from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.text import TextData
 from moe_lightning.data.tokenizer import load_tokenizer, train_tokenizer
 from moe_lightning.models.gpt_module import OptimizerConfig
