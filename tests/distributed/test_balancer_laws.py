@@ -289,7 +289,7 @@ class Joins(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         balancer = next(each for each in trainer.callbacks if isinstance(each, LoadBalancer))  # type: ignore[attr-defined]
-        wanted = broadcast_object([balancer.state_dict(), _costs(balancer)], 0, trainer.strategy.world)  # type: ignore[attr-defined]
+        wanted = broadcast_object(_costs(balancer), 0, trainer.strategy.world)  # type: ignore[attr-defined]
         if trainer.global_rank == 1:
             balancer = LoadBalancer()
         balancer.on_world_changed(trainer, module)
@@ -297,7 +297,7 @@ class Joins(pl.Callback):
         balancer.on_train_batch_end(trainer, module, batch, batch, 0)  # which a fault has left to run
         assert balancer.planner is None
         balancer.on_train_start(trainer, module)
-        assert [balancer.state_dict(), _costs(balancer)] == wanted
+        assert _costs(balancer) == wanted
         self.known.append(wanted)
 
 
@@ -315,6 +315,5 @@ def joined(rank: int, world_size: int) -> list[Any]:
 def test_ranks_that_join_plan_from_what_the_others_know() -> None:
     first, second = run_ranks(2, joined)
     assert first == second
-    ((state, costs),) = first
-    assert all(sum(own["load"]) > 0 for own in state["layers"].values())
+    (costs,) = first
     assert all(block["dense_forward_s"] > 0 for block in costs)

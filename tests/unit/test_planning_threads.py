@@ -129,7 +129,7 @@ def test_ranks_whose_threads_run_otherwise_decide_alike(seed: int, lag: int) -> 
                 planner.observe(index, counts(step, index))
                 if step == 5:
                     planner.costs[index] = replace(planner.costs[index], dense_forward_s=1e-3)
-        history.append(planner.state_dict())
+        history.append([layer.load.tolist() for layer in planner._layers])
         histories.append(history)
         planner.close()
     assert histories[0] == histories[1]
