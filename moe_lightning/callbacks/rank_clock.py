@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lightning.moe.layer import MoELayer
-from moe_lightning.parallel.context import ExchangeClock, has_passed, seconds_between, stamp
+from moe_lightning.parallel.context import has_passed, seconds_between, stamp
 
 
 @dataclass(kw_only=True)
@@ -40,11 +40,10 @@ class RankClock:
     Args:
         layers: the MoE layers in the order of the forward pass.
         device: where they compute.
-        bubbles: of a pipeline, whose passes of several micro-batches alternate: what lies in them is in no interval.
     """
 
-    def __init__(self, layers: Sequence[MoELayer], device: torch.device, bubbles: ExchangeClock | None = None) -> None:
-        self._device, self._bubbles = device, bubbles
+    def __init__(self, layers: Sequence[MoELayer], device: torch.device) -> None:
+        self._device = device
         self._step = _Step()
         self._done: deque[_Step] = deque()
         self._left_at: Any = None  # when the pass left a layer
@@ -53,8 +52,6 @@ class RankClock:
         for layer in layers:
             self._watch(layer, self._before_layer, self._after_layer)
             self._watch(layer.experts, self._before_experts, self._after_experts)
-        if bubbles is not None:
-            bubbles.listeners.append(self._in_bubble)
 
     def _watch(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         began: list[Any] = []
@@ -74,8 +71,6 @@ class RankClock:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        if self._bubbles is not None:
-            self._bubbles.listeners.remove(self._in_bubble)
 
     # ------------------------------------------------------------------ the passes
 
@@ -119,15 +114,6 @@ class RankClock:
         self._leave()
         if out.requires_grad:
             out.register_hook(lambda _: self._arrive())  # type: ignore[no-untyped-call]
-
-    def _in_bubble(self, begins: bool) -> None:
-        """A pass through a stage has ended, or begins."""
-        if not torch.is_grad_enabled():
-            return
-        if begins:
-            self._arrive()
-        else:
-            self._leave()
 
     def _arrive(self) -> None:
         """A pass has come to a layer."""

@@ -1,8 +1,8 @@
 """Shares of tokens and samples that follow the measured speed of the ranks.
 
 Every few steps all ranks send each other their measurements, and decide alike, in integers, from what all of them
-received. In a pipeline the ranks of a stage share its rows, and slices of the batch, which pass through all stages,
-follow the slowest. A step has the same samples whatever the slices, and so the same loss.
+received. A step has the same samples whatever the slices, and so the same loss. In a pipeline all ranks count as
+equally fast.
 
 `slow_ranks` compares whole steps, for people. Shares need the time of one row and of one sample, known to all ranks at
 the same step: the whole step of a rank that has got fewer is no longer slow.
@@ -26,7 +26,6 @@ from moe_lightning.data.sampler import StepCut
 from moe_lightning.dispatch.quota import ONE_SPEED, given_speeds, shares
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.step_data import first_sampler
 
@@ -46,7 +45,8 @@ class SpeedPolicy:
     """Treatment of ranks of unlike speed.
 
     Attributes:
-        speeds: "measured", "even" (all ranks count as equally fast), or relative speeds of all ranks.
+        speeds: "measured" (in a pipeline as "even"), "even" (all ranks count as equally fast), or relative speeds of
+            all ranks.
         speeds_every: steps between two points at which tokens and slices may change.
         max_samples_per_rank: of a micro-batch, for ranks with little memory; None: twice the even share.
         stragglers: "adapt", or "evict": in an elastic run a rank that stays below 0.8 of the median's speed hands over
@@ -95,24 +95,23 @@ class SpeedFollower:
         self._check()
         self._clock: RankClock | None = None
         self._steps = 0
-        self._stages, self._world = strategy.state.stages, strategy.world.stage
-        given = self._given()
-        own = None if given is None else given[list(self._stages.own_ranks)]
-        slowest = None if given is None else np.array([given[list(ranks)] for ranks in self._stages.ranks]).min(axis=0)
-        nodes = self._stages.nodes(strategy.world.nodes)
-        self.experts = AgreedSpeeds(nodes, own)
-        self.samples = AgreedSpeeds(nodes if self._stages.num_stages == 1 else range(self._world.size), slowest)
-        self._slow_for = np.zeros(self._world.size, dtype=np.int64)
+        given, nodes = self._given(), strategy.state.stages.nodes(strategy.world.nodes)
+        self.experts, self.samples = AgreedSpeeds(nodes, given), AgreedSpeeds(nodes, given)
+        self._slow_for = np.zeros(len(nodes), dtype=np.int64)
 
     def begin(self) -> None:
         """Measure the ranks, or share tokens and samples by the given speeds."""
         strategy = self._strategy
         if self._policy.speeds == "measured":
-            bubbles = self._world.bubbles if self._stages.num_stages > 1 else None
-            self._clock = RankClock(strategy.experts.layers, strategy.root_device, bubbles)
+            if not self._is_pipeline:
+                self._clock = RankClock(strategy.experts.layers, strategy.root_device)
         elif self._policy.speeds != "even":
             strategy.experts.set_speeds(self.experts.speeds)
             self._share_samples()
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self._strategy.state.stages.num_stages > 1
 
     def _given(self) -> IntArray | None:
         """Return the speeds that the user gives to all ranks; None: they are measured, or equal."""
@@ -132,10 +131,9 @@ class SpeedFollower:
             raise ConfigurationError(
                 "speeds lists fixed ranks, but those of an elastic run come and go: use speeds=measured or even"
             )
-        if policy.stragglers == "evict" and self._strategy.state.stages.num_stages > 1:
+        if self._is_pipeline and (policy.stragglers == "evict" or not isinstance(policy.speeds, str)):
             raise ConfigurationError(
-                "stragglers=evict takes a rank away from one stage of mesh.pp, and ranks of all others would wait for "
-                "another: use stragglers=adapt"
+                "the ranks of a pipeline (mesh.pp) count as equally fast: use stragglers=adapt and speeds=even"
             )
         most, cut = policy.max_samples_per_rank, self._cut
         total = 0 if cut is None else _micro_total(cut)
@@ -184,18 +182,14 @@ class SpeedFollower:
         return has_changed
 
     def _agree(self) -> bool:
-        """Follow what all ranks have measured, and return True if the speeds of experts change in any stage: all plan
-        placements after the same step. Collective.
-        """
+        """Follow what all ranks have measured, and return True if the speeds of experts change. Collective."""
         own = [self._rates.row_s.reading, self._rates.sample_s.reading]
         gathered = all_gather_json(own, self._strategy.world)
         experts, samples = zip(*([Reading(*reading) for reading in pair] for pair in gathered), strict=True)
-        is_changed = self.experts.update([experts[rank] for rank in self._stages.own_ranks])
-        has_changed = any_says([is_changed], self._stages.pipe)[0]
+        has_changed = self.experts.update(experts)
         if has_changed:
             self._strategy.experts.set_speeds(self.experts.speeds)
-        slices = zip(*self._stages.ranks, strict=True)  # samples of a slice pass through a rank of each stage
-        if self.samples.update([max(samples[rank] for rank in ranks) for ranks in slices]):
+        if self.samples.update(samples):
             self._share_samples()
         return has_changed
 
@@ -251,5 +245,5 @@ class SpeedFollower:
 
 
 def _micro_total(cut: StepCut) -> int:
-    """Samples of a whole micro-batch, in a pipeline of each that it computes."""
+    """Samples of a whole micro-batch."""
     return -(-cut.global_batch_size // cut.num_pieces)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from moe_lightning import ExpertParallelStrategy
-from moe_lightning.callbacks import speeds
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement
@@ -25,7 +24,6 @@ from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import SKEWED, assert_same_training
 from tests.distributed.test_balancer_laws import EAGER, Watcher, failing_alone
 from tests.distributed.test_pipeline import MICROS, train
-from tests.distributed.test_uneven_ranks import TestClock
 from tests.distributed.training import set_up
 from tests.parameters import slow
 
@@ -184,50 +182,11 @@ def test_what_one_stage_refuses_all_refuse() -> None:
 # ---------------------------------------------------------------------- speeds
 
 
-class Slices(pl.Callback):
-    """Keeps the samples of every step."""
-
-    def __init__(self) -> None:
-        self.samples: list[int] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.samples.append(trainer.strategy.steps.stream.num_samples)  # type: ignore[attr-defined]
-
-
-def uneven(rank: int, world_size: int, *, balancer: dict[str, Any], slow_ranks: Any = None, **options: Any) -> Any:
-    slices = Slices()
-    TestClock.rank, TestClock.slow = rank, slow_ranks or {}
-    speeds.RankClock = TestClock  # type: ignore[misc]
-    callbacks = (LoadBalancer(**EAGER | {"shadows": "none", **balancer}), slices)
-    result = train(rank, world_size, callbacks=callbacks, **options)
-    return result | {"samples": slices.samples}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [{}, INTERLEAVED])
-def test_slices_follow_given_speeds(strategy: dict[str, Any]) -> None:
-    """The slow rank is in the second slice of the second stage: both of that slice get less."""
-    found = in_stages(uneven, "uneven", 4, strategy=strategy, balancer={**OFTEN, "speeds": [1.0, 1.0, 1.0, 0.5]})
-    same("uneven", found)
-    assert [result["samples"][0] for result in found] == [18, 8, 18, 8]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [{}, INTERLEAVED])
-def test_slices_follow_measured_speeds(strategy: dict[str, Any]) -> None:
-    balancer = {"rebalance_every": 6, "speeds": "measured", "speeds_every": 2}
-    slow_ranks = {3: (2.5, 0, 100)}
-    found = in_stages(uneven, "uneven", 4, 16, strategy=strategy, balancer=balancer, slow_ranks=slow_ranks)
-    same("uneven", found, 16)
-    assert found[0]["samples"] == found[2]["samples"]
-    assert found[1]["samples"] == found[3]["samples"]
-    assert found[0]["samples"][0] == 14
-    assert found[0]["samples"][-2] > 16  # the last step of an epoch is short
-
-
-def test_no_rank_is_evicted_from_a_stage() -> None:
-    state, worlds = SimpleNamespace(stages=SimpleNamespace(num_stages=2)), SimpleNamespace(is_elastic=True)
+@pytest.mark.parametrize("policy", [{"stragglers": "evict"}, {"speeds": [1.0, 1.0]}])
+def test_the_ranks_of_a_pipeline_have_no_speeds(policy: dict[str, Any]) -> None:
+    is_elastic = "stragglers" in policy
+    state, worlds = SimpleNamespace(stages=SimpleNamespace(num_stages=2)), SimpleNamespace(is_elastic=is_elastic)
     world = World.offline(0, 2, torch.device("cpu"))
     strategy: Any = SimpleNamespace(world=world, worlds=worlds, state=state)
-    with pytest.raises(ConfigurationError, match="takes a rank away from one stage"):
-        SpeedFollower(SpeedPolicy(stragglers="evict"), strategy, OwnRates())
+    with pytest.raises(ConfigurationError, match="count as equally fast: use stragglers=adapt and speeds=even"):
+        SpeedFollower(SpeedPolicy(**policy), strategy, OwnRates())

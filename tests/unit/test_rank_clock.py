@@ -17,7 +17,6 @@ from moe_lightning.balancing.forecast import AgreedSpeeds, RateMeter, Reading
 from moe_lightning.callbacks.rank_clock import RankClock
 from moe_lightning.dispatch.quota import ONE_SPEED, shares
 from moe_lightning.moe.layer import MoELayer, moe_layers
-from moe_lightning.parallel.context import ExchangeClock
 
 
 class Ticks:
@@ -113,36 +112,6 @@ def test_rows_and_samples_have_their_times_and_waits_have_none(ticks: Ticks) -> 
     assert sample_s == pytest.approx(2 * (3.0 + 4.0 + 5.0) / 4)
     clock.end_step()
     assert list(clock.rates()) == [(0.0, 0.0)]
-
-
-def test_in_a_pipeline_passes_alternate_and_bubbles_have_no_time(ticks: Ticks) -> None:
-    model, bubbles, cpu = Model(ticks), ExchangeClock(), torch.device("cpu")
-    clock = RankClock(moe_layers(model), cpu, bubbles)
-
-    def wait() -> None:
-        with bubbles.exchange(cpu):
-            ticks.now += 500.0
-
-    wait()
-    losses = []
-    for _ in range(2):
-        losses.append(model(torch.randn(6, 8)).sum())
-        wait()
-    for loss in losses:
-        loss.backward()
-        wait()
-    clock.turn()
-    clock.end_micro_batch(4)
-    with torch.no_grad():  # a validation
-        wait()
-        ticks.now += 500.0
-        wait()
-    clock.end_step()
-    clock.close()
-    ((row_s, sample_s),) = clock.rates()
-    assert row_s == pytest.approx(3.0 / (6 * model.first.router.config.top_k))
-    assert sample_s == pytest.approx((50.0 + 3.0 + 70.0 + 5.0 + 4.0 + 60.0) / 2)
-    assert not bubbles.listeners
 
 
 def test_a_pass_that_is_computed_again_counts_no_rows_twice(ticks: Ticks) -> None:
