@@ -1,7 +1,7 @@
 """Measures the constants of the performance model on the machine that trains.
 
 Exchanges and experts are timed at a few sizes and fitted by lines; what a line misses is its error, and beyond 10
-percent the balancer says so. Dense layers are timed in the first steps, between the MoE layers of the running model.
+percent the balancer says so. The dense layers are timed in the first steps, by the clock that measures speeds.
 Of exchanges the slowest rank's times count, as they do in a step; of experts the median's, whose speed is the others'
 unit. All ranks take the lines that rank 0 fits through them: least squares end in other bits on other processors.
 """
@@ -17,8 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from moe_lightning.balancing.cost_model import BlockCosts, Line, fit_line, mean_relative_error
 from moe_lightning.checkpoint.training_state import preserved_generators
@@ -225,89 +224,8 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# ---------------------------------------------------------------------- dense layers
-
-_DENSE_STEPS = range(2, 6)
-"""Steps whose dense layers are timed: the first ones warm the machine up."""
-
-
-class DenseClock:
-    """Times what lies between the MoE layers in a running step: forward and backward of each block's dense layers.
-
-    The block of a layer is the layer and what follows it up to the next one, or up to the loss. Hooks read the clock
-    and, on a GPU, wait for it, so they stay only for the steps that are measured.
-
-    Args:
-        layers: the MoE layers in the order of the forward pass.
-        device: whose work is awaited.
-    """
-
-    def __init__(self, layers: Sequence[MoELayer], device: torch.device) -> None:
-        self._device = device
-        self._stamps: dict[tuple[str, int], float] = {}
-        self._forward_s: list[list[float]] = []
-        self._backward_s: list[list[float]] = []
-        self._num_layers, self._step = len(layers), 0
-        self._handles: list[RemovableHandle] = []
-        for index, layer in enumerate(layers):
-            self._handles.append(layer.register_forward_pre_hook(self._before(index)))
-            self._handles.append(layer.register_forward_hook(self._after(index)))
-
-    def turn(self) -> None:
-        """The forward pass has ended and the backward pass begins."""
-        self._stamp("turn", 0)
-
-    def end_micro_batch(self) -> None:
-        """Keep the times of the micro-batch that has just gone through both passes, unless its step warms up."""
-        last = self._num_layers - 1
-        needed = [(name, layer) for name in ("in", "out", "grad_in", "grad_out") for layer in range(last + 1)]
-        if self._step in _DENSE_STEPS and all(key in self._stamps for key in needed) and ("turn", 0) in self._stamps:
-            at = self._stamps
-            starts = [at["in", layer + 1] for layer in range(last)] + [at["turn", 0]]
-            self._forward_s.append([max(0.0, starts[layer] - at["out", layer]) for layer in range(last + 1)])
-            ends = [at["grad_out", layer + 1] for layer in range(last)] + [at["turn", 0]]
-            self._backward_s.append([max(0.0, at["grad_in", layer] - ends[layer]) for layer in range(last + 1)])
-        self._stamps = {}
-
-    def end_step(self) -> bool:
-        """Return True if this step was the last one that is timed."""
-        self._step += 1
-        return self._step == _DENSE_STEPS.stop
-
-    def close(self) -> tuple[list[float], list[float]]:
-        """Remove the hooks; median forward and backward seconds of each block, zeros where nothing was measured."""
-        for handle in self._handles:
-            handle.remove()
-        return self._medians(self._forward_s), self._medians(self._backward_s)
-
-    def _medians(self, rounds: list[list[float]]) -> list[float]:
-        return [statistics.median(column) for column in zip(*rounds, strict=True)] or [0.0] * self._num_layers
-
-    def _before(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._stamp("in", index)
-            if inputs[0].requires_grad:
-                inputs[0].register_hook(lambda _: self._stamp("grad_out", index))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _after(self, index: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> None:
-            self._stamp("out", index)
-            if out.requires_grad:
-                out.register_hook(lambda _: self._stamp("grad_in", index))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _stamp(self, name: str, index: int) -> None:
-        if name in ("in", "out") and ("turn", 0) in self._stamps:
-            return  # the backward pass computes a layer again
-        _synchronize(self._device)
-        self._stamps[name, index] = time.perf_counter()
-
-
 class CostMeter:
-    """Constants of each layer's block: nominal, or measured at the start of training and in its first steps.
+    """Constants of each layer's block: nominal, or measured at the start of training.
 
     Args:
         measures: True: plans depend on them, and they need not be the same in every run.
@@ -319,64 +237,26 @@ class CostMeter:
     """
 
     def __init__(self, *, measures: bool, bytes_per_s: float, flops_per_s: float) -> None:
-        self._measures = measures
+        self.measures = measures
         self._rates = {"bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
         self.errors: dict[str, float] = {}
-        self.known: dict[int, BlockCosts] = {}
-        self._clock: DenseClock | None = None
+        self.known: Mapping[int, BlockCosts] = {}
 
-    def begin(
-        self, layers: Mapping[int, MoELayer], world: World, weight_dtype: torch.dtype, *, times_dense: bool
-    ) -> list[BlockCosts]:
+    def begin(self, layers: Mapping[int, MoELayer], world: World, weight_dtype: torch.dtype) -> list[BlockCosts]:
         """Return the constants as far as they are known before the first step; collective.
 
         Args:
             layers: by their numbers.
             world, weight_dtype: see `calibrate`.
-            times_dense: time dense layers in the first steps, unless their times are known; not in a pipeline, where
-                passes of several micro-batches alternate.
         """
         modules = list(layers.values())
-        if not self._measures:
+        if not self.measures:
             return assumed_costs(modules, weight_dtype, **self._rates)
         if layers.keys() <= self.known.keys():
-            costs = [self.known[number] for number in layers]
-        else:
-            costs, self.errors = calibrate(modules, world, weight_dtype)
-            _report_errors(self.errors)
-        if times_dense and not any(block.dense_forward_s for block in costs):
-            self._clock = DenseClock(modules, world.device)
+            return [self.known[number] for number in layers]
+        costs, self.errors = calibrate(modules, world, weight_dtype)
+        _report_errors(self.errors)
         return costs
-
-    def close(self) -> None:
-        """Time dense layers no longer."""
-        clock, self._clock = self._clock, None
-        if clock is not None:
-            clock.close()
-
-    def resume(self, known: dict[int, BlockCosts]) -> None:
-        """Go on with constants that all ranks know from here on."""
-        self.known = known
-
-    def turn(self) -> None:
-        """The forward pass has ended and the backward pass begins."""
-        if self._clock is not None:
-            self._clock.turn()
-
-    def end_micro_batch(self) -> None:
-        """Both passes of a micro-batch have ended."""
-        if self._clock is not None:
-            self._clock.end_micro_batch()
-
-    def end_step(self) -> tuple[list[float], list[float]] | None:
-        """Return this rank's forward and backward seconds of each block's dense layers, after the last step that is
-        timed; else None.
-        """
-        clock = self._clock
-        if clock is None or not clock.end_step():
-            return None
-        self._clock = None
-        return clock.close()
 
 
 _TOLERATED_ERROR = 0.1

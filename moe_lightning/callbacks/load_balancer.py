@@ -358,8 +358,7 @@ class LoadBalancer(ExpertParallelCallback):
         warn_of_rule(policy, cluster, layers[0].num_experts)
         self._numbers = stages.numbers
         numbered = dict(zip(self._numbers, layers, strict=True))
-        world, dtype, is_pipeline = strategy.world.stage, strategy.shadow_dtype, stages.num_stages > 1
-        costs = self._costs.begin(numbered, world, dtype, times_dense=not is_pipeline)
+        costs = self._costs.begin(numbered, strategy.world.stage, strategy.shadow_dtype)
         timeout_s = strategy.options.timeout.total_seconds()
         planner = BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s)
         self._set_planner(planner)
@@ -367,12 +366,11 @@ class LoadBalancer(ExpertParallelCallback):
         self.follower.begin()
         planner.set_speeds(self.follower.experts.speeds)
         self._counts = StepCounts(layers)
-        self._counts.watch(partial(self._observe, strategy.steps if is_pipeline else None))
+        self._counts.watch(partial(self._observe, strategy.steps if stages.num_stages > 1 else None))
 
     def _stop(self) -> None:
         """Remove everything that watches the layers. The planner stays, for its costs and its last plans."""
         self._counts.close()
-        self._costs.close()
         follower, self.follower = self.follower, None
         if follower is not None:
             follower.close()
@@ -396,7 +394,7 @@ class LoadBalancer(ExpertParallelCallback):
         self._set_planner(None)
         size = strategy.world.stage.size
         known = {number: block for listed in reversed(gathered) for number, block in listed}
-        self._costs.resume({number: BlockCosts.from_json(block, size) for number, block in known.items()})
+        self._costs.known = {number: BlockCosts.from_json(block, size) for number, block in known.items()}
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -458,7 +456,6 @@ class LoadBalancer(ExpertParallelCallback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        self._costs.turn()
         if self.follower is not None:
             self.follower.turn()
 
@@ -466,7 +463,6 @@ class LoadBalancer(ExpertParallelCallback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self.planner is None or self.follower is None:
             return
-        self._costs.end_micro_batch()
         self.follower.end_micro_batch()
         # Experts that move drop their gradients, which another optimizer than the last one may still accumulate.
         is_open = not pl_module.automatic_optimization and any(
@@ -476,12 +472,10 @@ class LoadBalancer(ExpertParallelCallback):
             return
         self._counts.has_ended = True
         self._since_log.steps += 1
-        times = self._costs.end_step()
-        if times is not None:
-            local = torch.tensor(times, device=trainer.strategy.root_device, dtype=torch.float64)
-            self.planner.set_dense_times(*trainer.strategy.reduce(local, reduce_op="max").tolist())
         if self.follower.end_step():
             self.planner.set_speeds(self.follower.experts.speeds)
+        if self._costs.measures and self.follower.dense_s:
+            self.planner.set_dense_times(*self.follower.dense_s)
         if private_lightning.logs_now(trainer):
             _strategy(trainer).world.synchronize()  # a device counts a wait of this step once it has ended
             pl_module.log_dict(reduced(list(self._metrics(trainer, self.planner, self.follower)), trainer))

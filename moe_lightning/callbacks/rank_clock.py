@@ -1,17 +1,18 @@
-"""Clock of a rank: the seconds of its experts' rows, and of its samples between the MoE layers.
+"""Clock of a rank: the seconds of its experts' rows, of its samples between the MoE layers, and of the dense layers.
 
 Hooks of the running model stamp the times. Waits for other ranks are inside the MoE layers but outside their experts,
-and so in neither. On a GPU the stamps are events in the stream, read when the device has passed them, so nothing ever
-waits for the device.
+and so in none of them. On a GPU the stamps are events in the stream, read when the device has passed them, so nothing
+ever waits for the device.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,32 @@ from torch.utils.hooks import RemovableHandle
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import has_passed, seconds_between, stamp
 
+_DENSE_STEPS = range(2, 6)
+"""Steps whose dense layers are timed: the first ones warm the machine up."""
+
+
+class _Interval(NamedTuple):
+    """Stamps of a pass through a rank's own work.
+
+    Attributes:
+        block: number of the MoE layer that the pass leaves last in its forward direction; -1: before the first one.
+        is_backward: direction.
+        is_own: else it ends with the loss, whose mean other ranks may be waited for.
+    """
+
+    began: Any
+    ended: Any
+    block: int = -1
+    is_backward: bool = False
+    is_own: bool = True
+
 
 @dataclass(kw_only=True)
 class _Step:
-    """Intervals (began, ended) of one step, and how much was done in them."""
+    """Intervals of one step, and how much was done in them."""
 
-    experts: list[tuple[Any, Any]] = field(default_factory=list)
-    between: list[tuple[Any, Any]] = field(default_factory=list)
+    experts: list[_Interval] = field(default_factory=list)
+    dense: list[_Interval] = field(default_factory=list)
     rows: int = 0
     samples: int = 0
 
@@ -46,11 +66,13 @@ class RankClock:
         self._device = device
         self._step = _Step()
         self._done: deque[_Step] = deque()
-        self._left_at: Any = None  # when the pass left a layer
+        self._left: tuple[Any, int] | None = None  # when the pass left a layer, and the block that it is in since
         self._is_backward = False
+        self._num_layers, self._num_read = len(layers), 0
+        self._dense_s: dict[tuple[bool, int], list[float]] = {}  # by direction and block
         self._handles: list[RemovableHandle] = []
-        for layer in layers:
-            self._watch(layer, self._before_layer, self._after_layer)
+        for block, layer in enumerate(layers):
+            self._watch(layer, partial(self._before_layer, block), partial(self._after_layer, block))
             self._watch(layer.experts, self._before_experts, self._after_experts)
 
     def _watch(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -76,11 +98,13 @@ class RankClock:
 
     def turn(self) -> None:
         """The forward pass has ended and the backward pass begins."""
-        self._is_backward, self._left_at = True, stamp(self._device)
+        self._arrive(is_own=False)
+        self._is_backward = True
+        self._leave(self._num_layers - 1)
 
     def end_micro_batch(self, samples: int) -> None:
         """Both passes have ended, over so many samples."""
-        self._is_backward, self._left_at = False, None
+        self._is_backward, self._left = False, None
         self._step.samples += samples
 
     def end_step(self) -> None:
@@ -92,44 +116,61 @@ class RankClock:
         """Yield the rates of ended steps not yet reported, as far as the device has come: the seconds of a row in the
         experts, and of a sample between the MoE layers and in the head's backward; 0 where there was none.
         """
-        while self._done and all(has_passed(ended) for _, ended in (*self._done[0].experts, *self._done[0].between)):
+        while self._done and all(has_passed(each.ended) for each in (*self._done[0].experts, *self._done[0].dense)):
             step = self._done.popleft()
-            row_s = sum(starmap(seconds_between, step.experts)) / step.rows if step.rows else 0.0
-            sample_s = sum(starmap(seconds_between, step.between)) / step.samples if step.samples else 0.0
-            yield row_s, sample_s
+            experts_s = sum(seconds_between(each.began, each.ended) for each in step.experts)
+            own_s = 0.0
+            for each in step.dense:
+                seconds = seconds_between(each.began, each.ended)
+                own_s += seconds if each.is_own else 0.0
+                if self._num_read in _DENSE_STEPS:
+                    self._dense_s.setdefault((each.is_backward, each.block), []).append(seconds)
+            self._num_read += 1
+            yield experts_s / step.rows if step.rows else 0.0, own_s / step.samples if step.samples else 0.0
+
+    def dense_times(self) -> tuple[list[float], list[float]]:
+        """Return the seconds of a micro-batch in the dense layers behind each MoE layer, forward and backward: medians
+        of the first steps, 0 where none is known.
+        """
+        forward, backward = (
+            [statistics.median(self._dense_s.get((is_backward, block), [0.0])) for block in range(self._num_layers)]
+            for is_backward in (False, True)
+        )
+        return forward, backward
 
     # ------------------------------------------------------------------ stamps
 
-    def _before_layer(self, x: Tensor) -> None:
+    def _before_layer(self, block: int, x: Tensor) -> None:
         if self._is_backward:
-            self._left_at = None  # a forward pass that is computed again, with its exchanges
+            self._left = None  # a forward pass that is computed again, with its exchanges
             return
         self._arrive()
         if x.requires_grad:
-            x.register_hook(lambda _: self._leave())  # type: ignore[no-untyped-call]
+            x.register_hook(lambda _: self._leave(block - 1))  # type: ignore[no-untyped-call]
 
-    def _after_layer(self, _: None, x: Tensor, out: Tensor) -> None:
+    def _after_layer(self, block: int, _: None, x: Tensor, out: Tensor) -> None:
         if self._is_backward:
             return
-        self._leave()
+        self._leave(block)
         if out.requires_grad:
             out.register_hook(lambda _: self._arrive())  # type: ignore[no-untyped-call]
 
-    def _arrive(self) -> None:
-        """A pass has come to a layer."""
-        if self._left_at is not None:
-            self._step.between.append((self._left_at, stamp(self._device)))
-        self._left_at = None
+    def _arrive(self, *, is_own: bool = True) -> None:
+        """A pass has come to a layer, or to the loss."""
+        if self._left is not None:
+            began, block = self._left
+            self._step.dense.append(_Interval(began, stamp(self._device), block, self._is_backward, is_own))
+        self._left = None
 
-    def _leave(self) -> None:
-        """A pass has gone through a layer."""
-        self._left_at = stamp(self._device)
+    def _leave(self, block: int) -> None:
+        """A pass has gone through a layer, or begins at the loss."""
+        self._left = stamp(self._device), block
 
     def _before_experts(self, x: Tensor) -> Any:
         return stamp(self._device)
 
     def _after_experts(self, began: Any, x: Tensor, out: Tensor) -> None:
-        self._step.experts.append((began, stamp(self._device)))
+        self._step.experts.append(_Interval(began, stamp(self._device)))
         if not self._is_backward:
             self._step.rows += len(x)
         if not (x.requires_grad and out.requires_grad):
@@ -139,6 +180,6 @@ class RankClock:
 
         def end(_: Tensor) -> None:
             if backward:
-                self._step.experts.append((backward.pop(), stamp(self._device)))
+                self._step.experts.append(_Interval(backward.pop(), stamp(self._device)))
 
         x.register_hook(end)  # type: ignore[no-untyped-call]

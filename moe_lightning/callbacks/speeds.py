@@ -84,6 +84,8 @@ class SpeedFollower:
 
     Attributes:
         experts, samples: what the ranks agree on: quotas, placements and shadows follow the first, slices the second.
+        dense_s: forward and backward seconds of the dense layers behind each MoE layer on the slowest rank, where the
+            ranks have agreed on them in the last step; else empty.
 
     Raises:
         ConfigurationError: speeds that do not fit the world, slices that cannot hold a batch, or ranks that may not
@@ -98,6 +100,7 @@ class SpeedFollower:
         given, nodes = self._given(), strategy.state.stages.nodes(strategy.world.nodes)
         self.experts, self.samples = AgreedSpeeds(nodes, given), AgreedSpeeds(nodes, given)
         self._slow_for = np.zeros(len(nodes), dtype=np.int64)
+        self.dense_s: list[list[float]] = []
 
     def begin(self) -> None:
         """Measure the ranks, or share tokens and samples by the given speeds."""
@@ -170,6 +173,7 @@ class SpeedFollower:
 
     def end_step(self) -> bool:
         """Add the step's measurements, and return True if the speeds that experts follow have changed."""
+        self.dense_s = []
         if self._clock is None:
             return False
         self._clock.end_step()
@@ -183,9 +187,12 @@ class SpeedFollower:
 
     def _agree(self) -> bool:
         """Follow what all ranks have measured, and return True if the speeds of experts change. Collective."""
-        own = [self._rates.row_s.reading, self._rates.sample_s.reading]
-        gathered = all_gather_json(own, self._strategy.world)
-        experts, samples = zip(*([Reading(*reading) for reading in pair] for pair in gathered), strict=True)
+        assert self._clock is not None
+        own = [self._rates.row_s.reading, self._rates.sample_s.reading, self._clock.dense_times()]
+        *rates, dense = zip(*all_gather_json(own, self._strategy.world), strict=True)
+        experts, samples = ([Reading(*reading) for reading in of_ranks] for of_ranks in rates)
+        if self._steps > 1:  # the first steps are not timed
+            self.dense_s = np.max(dense, axis=0).tolist()
         has_changed = self.experts.update(experts)
         if has_changed:
             self._strategy.experts.set_speeds(self.experts.speeds)

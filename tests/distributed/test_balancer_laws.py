@@ -307,7 +307,7 @@ def _costs(balancer: LoadBalancer) -> list[Any]:
 
 def joined(rank: int, world_size: int) -> list[Any]:
     joins = Joins()
-    training.train(rank, world_size, callbacks=[LoadBalancer(speeds="even"), joins], strategy={"slots": 4}, steps=8)
+    training.train(rank, world_size, callbacks=[LoadBalancer(), joins], strategy={"slots": 4}, steps=10)
     return joins.known
 
 

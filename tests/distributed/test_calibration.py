@@ -1,19 +1,15 @@
-"""The constants of the performance model: alike on all ranks, and dense times that are those of the dense layers."""
+"""The constants of the performance model: alike on all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moe_lightning.callbacks import calibration
-from moe_lightning.callbacks.calibration import DenseClock, assumed_costs, calibrate, measure_exchange
+from moe_lightning.callbacks.calibration import assumed_costs, calibrate, measure_exchange
 from moe_lightning.moe.layer import MoELayer
 from tests.distributed.harness import connect, run_pooled, run_ranks
 
@@ -70,69 +66,3 @@ def test_assumed_costs_follow_the_sizes() -> None:
     assert costs.gradient_bytes == 4 * (16 * 64 + biases)
     assert costs.rows_per_s == pytest.approx(1e12 / (2 * matrices))
     assert costs.bytes_per_s == pytest.approx(1e9)
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-class Slow(nn.Module):
-    """A dense layer that takes a stated time in each pass, by a clock of its own."""
-
-    def __init__(self, clock: FakeClock, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.clock, self.forward_s, self.backward_s = clock, forward_s, backward_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.clock.now += self.forward_s
-        middle = x * 1.0
-        if middle.requires_grad:
-            middle.register_hook(self._spend)
-        return middle * 1.0
-
-    def _spend(self, _: Tensor) -> None:
-        self.clock.now += self.backward_s
-
-
-class Recomputed(nn.Module):
-    """A layer whose outputs the backward pass computes again."""
-
-    def __init__(self, layer: nn.Module, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.use_reentrant = layer, use_reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize(
-    "wrapped",
-    [lambda layer: layer, partial(Recomputed, use_reentrant=False), partial(Recomputed, use_reentrant=True)],
-    ids=["kept", "computed again", "computed again, reentrant"],
-)
-def test_dense_layers_are_timed_between_the_moe_layers(
-    wrapped: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = FakeClock()
-    monkeypatch.setattr(calibration, "time", clock)
-    layers = [MoELayer(4, 4, 2), MoELayer(4, 4, 2)]
-    first, second = map(wrapped, layers)
-    model = nn.Sequential(Slow(clock, 100.0, 100.0), first, Slow(clock, 1.0, 2.0), second, Slow(clock, 3.0, 5.0))
-    watch = DenseClock(layers, torch.device("cpu"))
-    for _ in range(4):  # two of them warm up
-        out = model(torch.randn(5, 4, requires_grad=True))
-        watch.turn()
-        out.sum().backward()
-        watch.end_micro_batch()
-        assert not watch.end_step()
-    model(torch.randn(5, 4))
-    watch.end_micro_batch()  # no backward pass: nothing to keep
-    assert not watch.end_step()
-    assert watch.end_step()
-    assert watch.close() == ([1.0, 3.0], [2.0, 5.0])
-    assert not layers[0]._forward_hooks
-    assert DenseClock(layers, torch.device("cpu")).close() == ([0.0, 0.0], [0.0, 0.0])

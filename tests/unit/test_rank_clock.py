@@ -114,6 +114,23 @@ def test_rows_and_samples_have_their_times_and_waits_have_none(ticks: Ticks) -> 
     assert list(clock.rates()) == [(0.0, 0.0)]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dense_layers_are_timed_in_the_first_steps(ticks: Ticks, recompute: bool) -> None:
+    model = Model(ticks, recompute)
+    clock = RankClock(moe_layers(model), torch.device("cpu"))
+    for number in range(8):
+        assert clock.dense_times() == ([0.0, 0.0], [0.0, 0.0]) or number > 2
+        step(model, clock)
+        step(model, clock)
+        if number in (0, 7):
+            ticks.now += 1000.0  # of the optimizer
+        clock.end_step()
+        list(clock.rates())
+    forward_s, backward_s = clock.dense_times()
+    assert forward_s == pytest.approx([3.0, 70.0])
+    assert backward_s == pytest.approx([4.0, 5.0])
+
+
 def test_a_pass_that_is_computed_again_counts_no_rows_twice(ticks: Ticks) -> None:
     model = Model(ticks, recompute=True)
     clock = RankClock(moe_layers(model), torch.device("cpu"))
