@@ -1,7 +1,7 @@
 """Cost model of one MoE block, and the schedule of transfers under computation.
 
 Pro-Prophet's model (eq. 1-6 and 8) for one expert per device, generalized: experts have replicas and shadows, ranks may
-differ in bandwidth and throughput, an exchange has a latency, an expert has a fixed cost, and copies are sent by a
+differ in throughput, an exchange has a latency, an expert has a fixed cost, and copies are sent by a
 stated method. With those at their neutral values the formulas are the paper's, except that an exchange takes as long as
 its busiest sender *or* receiver: the paper counts receivers, but the results travel back over the same links, where
 roles are exchanged. All functions broadcast over leading axes, so that a search can judge many plans at once.
@@ -17,11 +17,11 @@ Shapes: N ranks, E experts, P phases of a transfer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import reduce
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Interval
@@ -56,13 +56,14 @@ class BlockCosts:
         row_bytes: activations of one routed assignment.
         weight_bytes: weights of one expert, as Trans sends them.
         gradient_bytes: gradients of one expert, as Agg sends them.
-        bytes_per_s: bandwidth of each rank in each direction, one number or [N].
+        bytes_per_s: bandwidth of each rank in each direction.
         rows_per_s: assignments per second of each rank in the forward pass of an expert, one number or [N].
         exchange_s: latency of one exchange.
         expert_s: fixed forward cost of every expert that a rank computes.
         backward_ratio: backward over forward time of experts.
         dense_forward_s, dense_backward_s: the dense layers of the block.
         transfer: how shadows are copied.
+        scheduled: Trans and Agg run under computations (eq. 8); else on their own (eq. 6).
 
     Raises:
         ConfigurationError: a bandwidth or throughput that is not positive, a negative time, an unknown transfer method.
@@ -71,7 +72,7 @@ class BlockCosts:
     row_bytes: NonNegative
     weight_bytes: NonNegative
     gradient_bytes: NonNegative
-    bytes_per_s: float | FloatArray
+    bytes_per_s: float
     rows_per_s: float | FloatArray
     exchange_s: NonNegative = 0.0
     expert_s: NonNegative = 0.0
@@ -79,6 +80,7 @@ class BlockCosts:
     dense_forward_s: NonNegative = 0.0
     dense_backward_s: NonNegative = 0.0
     transfer: TransferMethod = "direct"
+    scheduled: bool = True
 
     @property
     def speeds(self) -> IntArray | None:
@@ -91,20 +93,6 @@ class BlockCosts:
         if speeds is None:
             return replace(self, rows_per_s=rows_per_s)
         return replace(self, rows_per_s=rows_per_s * (speeds / np.median(speeds)))
-
-    def to_json(self) -> dict[str, Any]:
-        """Numbers, lists and a name."""
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], num_ranks: int) -> BlockCosts:
-        """The costs on so many ranks; figures of single ranks of another number of them are averaged."""
-        fitting = {
-            name: np.asarray(value) if len(value) == num_ranks else math.fsum(value) / len(value)
-            for name, value in data.items()
-            if isinstance(value, list)
-        }
-        return cls(**{**data, **fitting})
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "rows_per_s"):
@@ -182,18 +170,17 @@ def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) 
     return np.stack([[at_home, pieces], [gathered, gathered]])
 
 
-def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts, scheduled: bool = True) -> BlockTimes:
+def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts) -> BlockTimes:
     """Seconds of one block from the totals of all ranks.
 
     Args:
         volumes: int64 [..., 4, N], see `total_volumes`.
         copies: int64 [..., P, 2, N], see `total_copies`.
         costs: constants.
-        scheduled: whether Trans and Agg run under computations (eq. 8) or on their own (eq. 6).
     """
     computed, sent, received, touched = (volumes[..., index, :] for index in range(4))
     phases = [(copies[..., phase, 0, :], copies[..., phase, 1, :]) for phase in range(copies.shape[-3])]
-    return predict_totals(computed, touched, (sent, received), phases, costs, scheduled)
+    return predict_totals(computed, touched, (sent, received), phases, costs)
 
 
 def predict_totals(
@@ -202,7 +189,6 @@ def predict_totals(
     exchanged: Sequence[IntArray],
     phases: Sequence[Sequence[IntArray]],
     costs: BlockCosts,
-    scheduled: bool = True,
 ) -> BlockTimes:
     """`predict_block` from its single totals, int64 [..., N] each.
 
@@ -210,7 +196,7 @@ def predict_totals(
         computed, touched: rows and experts that each rank computes.
         exchanged: rows that each rank sends, and those that it receives.
         phases: for each phase of Trans, copies that each rank sends and receives; one table where they are the same.
-        costs, scheduled: as for `predict_block`.
+        costs: constants.
     """
     if np.ndim(costs.rows_per_s) == 0 and not costs.expert_s:  # the busiest rank is the slowest
         forward_s = computed.max(axis=-1) / costs.rows_per_s
@@ -220,7 +206,7 @@ def predict_totals(
     units = (costs.weight_bytes / ONE_COPY, costs.gradient_bytes / ONE_COPY)
     by_phase = [_exchange_s(phase, units, costs) for phase in phases]
     trans_s, agg_s = (reduce(np.add, seconds) for seconds in zip(*by_phase, strict=True))
-    return block_times(exchange_s, forward_s, trans_s, agg_s, costs, scheduled)
+    return block_times(exchange_s, forward_s, trans_s, agg_s, costs)
 
 
 def even_forward_s(num_rows: int, costs: BlockCosts, num_ranks: int) -> float:
@@ -230,18 +216,16 @@ def even_forward_s(num_rows: int, costs: BlockCosts, num_ranks: int) -> float:
     return num_rows / all_rows_per_s
 
 
-def least_s(
-    forward_s: float, times: BlockTimes, costs: BlockCosts, scheduled: bool, exchange_s: float = 0.0
-) -> FloatArray:
+def least_s(forward_s: float, times: BlockTimes, costs: BlockCosts, exchange_s: float = 0.0) -> FloatArray:
     """Seconds that no plan with these or more copies falls short of, however it divides the rows.
 
     Args:
         forward_s: see `even_forward_s`.
         times: of a plan; its Trans and Agg are what counts.
-        costs, scheduled: as for `predict_block`.
+        costs: constants.
         exchange_s: of rows that have to travel whatever is done.
     """
-    return block_times(exchange_s, forward_s, times.trans_s, times.agg_s, costs, scheduled).total_s * _ROUNDING
+    return block_times(exchange_s, forward_s, times.trans_s, times.agg_s, costs).total_s * _ROUNDING
 
 
 def sending_s(rows: IntArray, costs: BlockCosts) -> float:
@@ -255,12 +239,11 @@ def block_times(
     trans_s: FloatArray,
     agg_s: FloatArray,
     costs: BlockCosts,
-    scheduled: bool,
 ) -> BlockTimes:
     """A block from its parts: what hides under what, and the sum."""
     backward_s = costs.backward_ratio * forward_s
     exposed_trans_s, exposed_agg_s = trans_s, agg_s
-    if scheduled:
+    if costs.scheduled:
         exposed_trans_s = np.maximum(trans_s - forward_s - costs.dense_forward_s, 0.0)
         exposed_agg_s = np.maximum(agg_s - backward_s - costs.dense_backward_s, 0.0)
     return BlockTimes(
@@ -278,14 +261,8 @@ def block_times(
 def _exchange_s(directions: Sequence[IntArray], units_bytes: Sequence[float], costs: BlockCosts) -> list[FloatArray]:
     """Seconds [...] of exchanges of int64 [..., N] units in each direction, for units of each size: the busiest rank
     and direction, and the latency if anything travels."""
-    if np.ndim(costs.bytes_per_s) == 0:
-        most = reduce(np.maximum, [amounts.max(axis=-1) for amounts in directions])
-        busiest = [most * unit / costs.bytes_per_s for unit in units_bytes]
-    else:
-        busiest = [
-            reduce(np.maximum, [(amounts * unit / costs.bytes_per_s).max(axis=-1) for amounts in directions])
-            for unit in units_bytes
-        ]
+    most = reduce(np.maximum, [amounts.max(axis=-1) for amounts in directions])
+    busiest = [most * unit / costs.bytes_per_s for unit in units_bytes]
     return [np.asarray(seconds + costs.exchange_s * (seconds > 0), dtype=np.float64) for seconds in busiest]
 
 

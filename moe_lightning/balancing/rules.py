@@ -373,7 +373,6 @@ def evaluate(
     plan: ShadowPlan,
     costs: BlockCosts,
     strategy: Strategy,
-    scheduled: bool = True,
 ) -> BalanceReport:
     """Judge a placement and a shadow plan, made from whatever was known, on the tokens int64 [E, N] that came."""
     load = tokens.sum(axis=1)
@@ -386,7 +385,7 @@ def evaluate(
     if strategy.padded:
         volumes[1:3] = padded_rows(tokens) * (placement.num_ranks - 1) // placement.num_ranks
     copies = total_copies(plan.shadows, plan.homes, costs.transfer)
-    times = predict_block(volumes, copies, costs, scheduled)
+    times = predict_block(volumes, copies, costs)
     plain = balanced_quota(load, uniform_placement(placement.num_experts, placement.num_ranks).replicas)
     return BalanceReport(
         imbalance=imbalance(quota.sum(axis=0), costs.speeds),

@@ -37,12 +37,10 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import Pace, ShadowPlan, balanced_quota, balanced_split, choose_homes
 
 
-def predict_plan(
-    tokens: IntArray, placement: Placement, plan: ShadowPlan, costs: BlockCosts, scheduled: bool = True
-) -> BlockTimes:
+def predict_plan(tokens: IntArray, placement: Placement, plan: ShadowPlan, costs: BlockCosts) -> BlockTimes:
     """Predicted seconds of a block under a plan, for tokens int64 [E, N]."""
     plan.check(placement)
-    return Layer(tokens=tokens, placement=placement, speeds=costs.speeds).predict(plan, costs, scheduled)
+    return Layer(tokens=tokens, placement=placement, speeds=costs.speeds).predict(plan, costs)
 
 
 def no_shadows(tokens: IntArray, placement: Placement) -> ShadowPlan:
@@ -85,9 +83,8 @@ def _fastermoe_estimates(tokens: IntArray, placement: Placement, costs: BlockCos
     order = np.argsort(-tokens.sum(axis=1), kind="stable")
     base = balanced_quota(tokens.sum(axis=1), placement.replicas)[order]
     left = base.sum(axis=0) - np.concatenate([np.zeros((1, base.shape[1]), dtype=np.int64), np.cumsum(base, axis=0)])
-    bytes_per_s, rows_per_s = float(np.min(costs.bytes_per_s)), float(np.min(costs.rows_per_s))
-    per_row_s = (1 + costs.backward_ratio) / rows_per_s + 4 * costs.row_bytes / bytes_per_s
-    copies_s = np.arange(len(left)) * costs.weight_bytes / bytes_per_s
+    per_row_s = (1 + costs.backward_ratio) / float(np.min(costs.rows_per_s)) + 4 * costs.row_bytes / costs.bytes_per_s
+    copies_s = np.arange(len(left)) * costs.weight_bytes / costs.bytes_per_s
     return np.asarray(per_row_s * left.max(axis=1) + copies_s, dtype=np.float64)
 
 
@@ -204,10 +201,10 @@ class Layer:
         """Pace of the ranks."""
         return Pace.of(self.speeds, self.placement.num_ranks)
 
-    def predict(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> BlockTimes:
+    def predict(self, plan: ShadowPlan, costs: BlockCosts) -> BlockTimes:
         """Predicted seconds under a plan for this layer."""
         copies = total_copies(plan.shadows, plan.homes, costs.transfer)
-        return predict_block(self._volumes(plan), copies, costs, scheduled)
+        return predict_block(self._volumes(plan), copies, costs)
 
     def _volumes(self, plan: ShadowPlan) -> IntArray:
         """int64 [4, N]: `total_volumes` of `shadow_quota`, without tables of all experts and ranks."""
@@ -227,17 +224,17 @@ class Layer:
         volumes[3] += np.count_nonzero(kept, axis=0)
         return volumes
 
-    def least_s(self, plan: ShadowPlan, costs: BlockCosts, scheduled: bool) -> float:
+    def least_s(self, plan: ShadowPlan, costs: BlockCosts) -> float:
         """Seconds that a plan takes at least, however its holders share the tokens: its copies, an even share of the
         rows, and the travels of tokens whose experts are neither residents nor shadows on their rank."""
         copies = total_copies(plan.shadows, plan.homes, costs.transfer)
-        times = predict_block(self.unmoved, copies, costs, scheduled)
+        times = predict_block(self.unmoved, copies, costs)
         forward_s = even_forward_s(int(self.load.sum()), costs, self.placement.num_ranks)
         moved = np.flatnonzero(plan.shadows.any(axis=1))
         kept = self.tokens[moved]
         kept *= plan.shadows[moved]
         travel_s = sending_s(self.homeless - kept.sum(axis=0), costs)
-        return float(least_s(forward_s, times, costs, scheduled, travel_s))
+        return float(least_s(forward_s, times, costs, travel_s))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -267,7 +264,6 @@ class GreedyMoves:
         layer: what is planned for.
         costs: constants of the performance model.
         values_B: int64 [B], the n.
-        scheduled: whether Trans and Agg run under computations.
 
     Attributes:
         unmoved_s: predicted seconds without shadows.
@@ -275,8 +271,8 @@ class GreedyMoves:
         num_copies: int64 [B], shadows in the plan of each n that takes them.
     """
 
-    def __init__(self, layer: Layer, costs: BlockCosts, values_B: IntArray, scheduled: bool) -> None:
-        self._layer, self._costs, self._scheduled, self._values = layer, costs, scheduled, values_B
+    def __init__(self, layer: Layer, costs: BlockCosts, values_B: IntArray) -> None:
+        self._layer, self._costs, self._values = layer, costs, values_B
         num_values, num_ranks = len(values_B), layer.placement.num_ranks
         self._searches = _Searches(
             rows=np.arange(num_values),
@@ -329,7 +325,7 @@ class GreedyMoves:
             self.best_s[gained] = best_s[better] = times.total_s[better]
             self._best_rounds[gained] = len(self._made)
             self.num_copies[gained] = self._num_copies[gained]
-        goes_on = least_s(self._forward_s, times, self._costs, self._scheduled) < best_s
+        goes_on = least_s(self._forward_s, times, self._costs) < best_s
         if not goes_on.all():
             self._searches.keep(goes_on)
 
@@ -409,7 +405,7 @@ class GreedyMoves:
 
     def _predict(self) -> BlockTimes:
         computed, *exchanged, touched = self._searches.volumes
-        return predict_totals(computed, touched, exchanged, self._searches.copies.phases, self._costs, self._scheduled)
+        return predict_totals(computed, touched, exchanged, self._searches.copies.phases, self._costs)
 
 
 _MAX_VALUES = 16
@@ -421,7 +417,6 @@ def search_shadows(
     costs: BlockCosts,
     *,
     alpha: float = 0.1,
-    scheduled: bool = True,
 ) -> ShadowPlan:
     """The plan with the least predicted time among those that the greedy search visits; no shadows where none helps.
 
@@ -433,24 +428,23 @@ def search_shadows(
         costs: constants of the performance model.
         alpha: balanced enough when the ranks' loads differ by less than alpha times their mean. The paper leaves
             it open; a large value stops before the model's best plan, 0 costs a little more time to plan.
-        scheduled: whether Trans and Agg will run under computations.
     """
     if placement.num_ranks == 1 or not tokens.any():
         return no_shadows(tokens, placement)
     layer = Layer(tokens=tokens, placement=placement, speeds=costs.speeds)
-    moves = GreedyMoves(layer, costs, _values(placement.num_ranks), scheduled)
+    moves = GreedyMoves(layer, costs, _values(placement.num_ranks))
     moves.make(alpha)
     chosen = int(np.argmin(moves.best_s))
     nothing = ShadowPlan(shadows=np.zeros(tokens.shape, dtype=np.bool_), homes=layer.homes)
     plans = [nothing, replace(nothing, shadows=moves.shadows(chosen))]
-    seconds = [float(moves.unmoved_s), float(layer.predict(plans[1], costs, scheduled).total_s)]
+    seconds = [float(moves.unmoved_s), float(layer.predict(plans[1], costs).total_s)]
     # Balanced quotas cost more to find, so only two plans are tried with them: the best and the one with most shadows.
     widest = int(np.argmax(moves.num_copies))
     for index in dict.fromkeys((chosen, widest)):
         plan = replace(nothing, shadows=moves.shadows(index), quota_rule="balanced")
-        if layer.least_s(plan, costs, scheduled) < min(seconds):
+        if layer.least_s(plan, costs) < min(seconds):
             plans.append(plan)
-            seconds.append(float(layer.predict(plan, costs, scheduled).total_s))
+            seconds.append(float(layer.predict(plan, costs).total_s))
     return plans[int(np.argmin(seconds))]
 
 

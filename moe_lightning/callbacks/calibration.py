@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -80,9 +80,9 @@ def calibrate(
     sizes = [(block.weight_bytes, block.gradient_bytes) for block in costs]
     copy = measure_copy(world, sorted({num_bytes for pair in sizes for num_bytes in pair if num_bytes}))
     errors |= {"trans": copy.mean_error, "agg": copy.mean_error}
-    fitted = [_with_copies(block, exchange, copy).to_json() for block in costs]
+    fitted = [asdict(_with_copies(block, exchange, copy)) for block in costs]
     fitted, errors = broadcast_object([fitted, errors], 0, world)
-    return [BlockCosts.from_json(block, world.size) for block in fitted], errors
+    return [BlockCosts(**block) for block in fitted], errors
 
 
 def assumed_costs(

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -389,12 +389,12 @@ class LoadBalancer(ExpertParallelCallback):
         """
         strategy, planner = _strategy(trainer), self.planner
         costs = self._costs.known if planner is None else dict(zip(self._numbers, planner.costs, strict=True))
-        gathered = all_gather_json([[number, block.to_json()] for number, block in costs.items()], strategy.world)
+        listed = [[number, asdict(block.at(None))] for number, block in costs.items()]  # speeds are of this world
+        gathered = all_gather_json(listed, strategy.world)
         self._stop()
         self._set_planner(None)
-        size = strategy.world.stage.size
         known = {number: block for listed in reversed(gathered) for number, block in listed}
-        self._costs.known = {number: BlockCosts.from_json(block, size) for number, block in known.items()}
+        self._costs.known = {number: BlockCosts(**block) for number, block in known.items()}
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

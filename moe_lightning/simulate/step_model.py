@@ -258,6 +258,7 @@ class StepModel:
             dense_forward_s=forward_s,
             dense_backward_s=backward * forward_s,
             transfer=self.policy.balancing.transfer,
+            scheduled=machine.overlap > 0,
         )
 
     def micro_batches(self, ranks: int) -> int:
@@ -281,9 +282,8 @@ class StepModel:
             known = costs if strategy.by_speed else costs.at(None)
             placed = [placements[layer] for layer in layers]
             shadows = plan_shadows(np.stack(tokens), placed, [known] * len(layers), strategy.shadows)
-            scheduled = self.hardware.overlap > 0
             judged_layers = zip(tokens, placed, shadows, strict=True)
-            reports = [evaluate(*layer, costs, strategy, scheduled) for layer in judged_layers]
+            reports = [evaluate(*layer, costs, strategy) for layer in judged_layers]
             self._reports[key] = [reports[index] for index in same]
         return self._reports[key]
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import asdict
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, e
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import wait_until
 from tests.parameters import slow
+from tests.unit.planning_references import loads_of
 
 STEPS = 24
 
@@ -278,7 +280,8 @@ class WatchedBalancer(LoadBalancer):
         super().on_train_batch_end(trainer, *arguments)
         strategy = trainer.strategy
         if self.planner is not None and strategy.elastic.members is not None:
-            known = self.planner.state_dict(), [costs.to_json() for costs in self.planner.costs]
+            costs = [asdict(each.at(None)) for each in self.planner.costs]
+            known = loads_of(self.planner), self.planner.cluster.speeds, costs
             line = [strategy.elastic.members.name, trainer.global_step, known]
             self._file.write(json.dumps(line) + "\n")
 

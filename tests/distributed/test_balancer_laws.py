@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,7 @@ class Joins(pl.Callback):
 
 
 def _costs(balancer: LoadBalancer) -> list[Any]:
-    return [costs.to_json() for costs in balancer.planner.costs]
+    return [asdict(costs) for costs in balancer.planner.costs]
 
 
 def joined(rank: int, world_size: int) -> list[Any]:

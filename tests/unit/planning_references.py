@@ -14,15 +14,19 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, choose_homes, shadow_quota
 
 
+def loads_of(planner: BalancePlanner) -> list[list[int]]:
+    """The loads of all layers once what is being planned has ended."""
+    thread = planner._thread
+    return thread.result(thread.submit(lambda: [layer.load.tolist() for layer in planner._layers]))
+
+
 def rebalance(planner: BalancePlanner) -> list[Placement] | None:
     """Count one step; new placements where they are due and any layer gains by them."""
     placements = planner.due_placements()
     return placements if placements != planner._placements else None
 
 
-def searched_shadows(
-    tokens: np.ndarray, placement: Placement, costs: BlockCosts, *, alpha: float = 0.1, scheduled: bool = True
-) -> ShadowPlan:
+def searched_shadows(tokens: np.ndarray, placement: Placement, costs: BlockCosts, *, alpha: float = 0.1) -> ShadowPlan:
     """`search_shadows` on at most 17 ranks: tables [B, E, 4, N] of all moves, all moves made, all plans predicted."""
     values = np.arange(placement.num_ranks - 1)
     homes = choose_homes(placement, tokens.sum(axis=1))
@@ -38,7 +42,7 @@ def searched_shadows(
     for index in range(len(values)):
         volumes, copied = row_volumes(tokens, base).sum(axis=0), np.zeros_like(copies[index, 0])
         moved: list[int] = []
-        best, best_s = list(moved), float(predict_block(volumes, copied, costs, scheduled).total_s)
+        best, best_s = list(moved), float(predict_block(volumes, copied, costs).total_s)
         while np.ptp(times := -(-volumes[0] * speeds.max() // speeds)) >= (
             alpha * (tokens.sum() * speeds.max() / speeds.sum())
         ):
@@ -49,7 +53,7 @@ def searched_shadows(
             moved.append(int(relief.argmax()))
             volumes = volumes + change[index, moved[-1]]
             copied = copied + copies[index, moved[-1]]
-            total_s = float(predict_block(volumes, copied, costs, scheduled).total_s)
+            total_s = float(predict_block(volumes, copied, costs).total_s)
             if total_s < best_s:
                 best, best_s = list(moved), total_s
         chosen.append(shadows[index] * np.isin(np.arange(len(tokens)), best)[:, None])
@@ -58,7 +62,7 @@ def searched_shadows(
     def predicted_s(plan: ShadowPlan) -> float:
         rows = row_volumes(tokens, shadow_quota(tokens, placement, plan, speeds)).sum(axis=0)
         totals = copy_volumes(plan.shadows, plan.homes, costs.transfer).sum(axis=0)
-        return float(predict_block(rows, totals, costs, scheduled).total_s)
+        return float(predict_block(rows, totals, costs).total_s)
 
     local = ShadowPlan(shadows=chosen[int(np.argmin(seconds))], homes=homes, quota_rule="local")
     widest = replace(local, shadows=max(chosen, key=np.sum))

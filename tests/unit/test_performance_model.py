@@ -74,7 +74,7 @@ def test_totals_are_sums_over_experts(seed: int, method: str) -> None:
 def test_equations_1_to_6_without_scheduler() -> None:
     shadows = np.array([[False, True, True], [False] * 3, [False] * 3])
     copies = copy_volumes(shadows, np.arange(3), "average").sum(axis=0)
-    times = predict_block(row_volumes(TOKENS, QUOTA).sum(axis=0), copies, costs(), scheduled=False)
+    times = predict_block(row_volumes(TOKENS, QUOTA).sum(axis=0), copies, costs(scheduled=False))
     assert times.exchange_s == pytest.approx(2 * 10 / 100)  # eq. 1: most received rows
     assert times.forward_s == pytest.approx(3 / 20)
     assert times.backward_s == pytest.approx(2 * 3 / 20)
@@ -110,9 +110,7 @@ def test_scatter_takes_two_copies_time_where_direct_takes_one_per_target() -> No
     shadows = np.array([[False] + [True] * 8])
     volumes = np.zeros((4, 9), dtype=np.int64)
     by_method = {
-        method: float(
-            predict_block(volumes, copy_volumes(shadows, np.array([0]), method).sum(axis=0), costs(), False).trans_s
-        )
+        method: float(predict_block(volumes, copy_volumes(shadows, np.array([0]), method).sum(axis=0), costs()).trans_s)
         for method in ("direct", "scatter")
     }
     assert by_method["direct"] == pytest.approx(80.0)
@@ -122,8 +120,7 @@ def test_scatter_takes_two_copies_time_where_direct_takes_one_per_target() -> No
 def test_slow_ranks_latency_and_the_cost_of_an_expert() -> None:
     volumes = row_volumes(TOKENS, QUOTA).sum(axis=0)
     none = np.zeros((1, 2, 3), dtype=np.int64)
-    uneven = costs(bytes_per_s=np.array([100.0, 100.0, 1.0]), rows_per_s=np.array([20.0, 20.0, 1.0]))
-    assert predict_block(volumes, none, uneven).exchange_s == pytest.approx(10.0)
+    uneven = costs(rows_per_s=np.array([20.0, 20.0, 1.0]))
     assert predict_block(volumes, none, uneven).forward_s == pytest.approx(3.0)
     fixed = predict_block(volumes, none, costs(exchange_s=7.0, expert_s=0.5))
     assert fixed.exchange_s == pytest.approx(7.2)

@@ -38,7 +38,7 @@ STRIDES = [pytest.param(60, id="sample"), slow(2, id="whole")]
 
 NODES, SLOTS = 10, 6
 SIXTEEN = uniform_placement(16, 16)
-COSTS = replace(balance_trace.reference_costs(), transfer="average")
+COSTS = replace(balance_trace.reference_costs(), transfer="average", scheduled=False)
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +129,9 @@ def test_predicted_speedups_of_shadow_policies(
         for layer in range(0, 24, 3):
             tokens = sixteen(trace, sample, layer)
             plans = {name: choose(tokens, SIXTEEN, COSTS) for name, choose in SHADOW_POLICIES.items()}
-            plans["search"] = search_shadows(tokens, SIXTEEN, COSTS, scheduled=False)
             with monkeypatch.context() as patch:
                 patch.setattr(shadow_search, "_values", lambda _: np.array([8]))
-                wrong = search_shadows(tokens, SIXTEEN, COSTS, scheduled=False)
+                wrong = search_shadows(tokens, SIXTEEN, COSTS)
             plans["n=8"] = replace(wrong, quota_rule="local")
             for name, plan in plans.items():
                 seconds.setdefault(name, []).append(predicted_s(tokens, plan))
@@ -145,7 +144,7 @@ def test_predicted_speedups_of_shadow_policies(
 
 
 def predicted_s(tokens: np.ndarray, plan: ShadowPlan, costs: BlockCosts = COSTS) -> float:
-    return float(predict_plan(tokens, SIXTEEN, plan, costs, scheduled=False).total_s)
+    return float(predict_plan(tokens, SIXTEEN, plan, costs).total_s)
 
 
 def kept_speedup(trace: RoutingTrace, samples: range, age: int) -> float:
@@ -156,7 +155,7 @@ def kept_speedup(trace: RoutingTrace, samples: range, age: int) -> float:
             tokens = sixteen(trace, sample, layer)
             plain_s = predicted_s(tokens, no_shadows(tokens, SIXTEEN))
             for when, speedups in ((sample - age, stale), (sample, fresh)):
-                plan = search_shadows(sixteen(trace, when, layer), SIXTEEN, COSTS, scheduled=False)
+                plan = search_shadows(sixteen(trace, when, layer), SIXTEEN, COSTS)
                 speedups.append(plain_s / predicted_s(tokens, plan))
     return float(np.mean(stale) / np.mean(fresh))
 

@@ -93,12 +93,12 @@ def test_the_search_finds_what_tables_of_all_moves_say(
     tokens, placement = layer
     if placement.num_ranks == 1 or not tokens.any():
         return
-    costs = replace(COSTS, transfer=transfer, weight_bytes=weight_bytes, exchange_s=1e-5)
+    costs = replace(COSTS, transfer=transfer, weight_bytes=weight_bytes, exchange_s=1e-5, scheduled=scheduled)
     if uneven:
         rates = 1 + np.arange(placement.num_ranks) % 3
-        costs = replace(costs, rows_per_s=4e5 / rates, bytes_per_s=6e9 * rates, expert_s=1e-5)
-    found = search_shadows(tokens, placement, costs, alpha=alpha, scheduled=scheduled)
-    expected = searched_shadows(tokens, placement, costs, alpha=alpha, scheduled=scheduled)
+        costs = replace(costs, rows_per_s=4e5 / rates, expert_s=1e-5)
+    found = search_shadows(tokens, placement, costs, alpha=alpha)
+    expected = searched_shadows(tokens, placement, costs, alpha=alpha)
     assert (found.shadows == expected.shadows).all()
     assert found.quota_rule == expected.quota_rule or not found.num_copies
     assert (found.homes == expected.homes).all()
