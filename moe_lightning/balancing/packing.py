@@ -19,19 +19,16 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
 from moe_lightning.arrays import IntArray, Pairs
 from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
-from moe_lightning.balancing.replica_placement import ONE_TOKEN, deal_to_ranks, spread
+from moe_lightning.balancing.repair import protected
+from moe_lightning.balancing.replica_placement import ONE_TOKEN
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import balanced_split
-
-_Change = tuple[Callable[[int, int], None], int, int]
-"""`put` or `take`, an expert and a rank."""
 
 
 class SlotTable:
@@ -81,8 +78,7 @@ class SlotTable:
         """Give experts on fewer than `floor` nodes a replica in a free slot or instead of a surplus one, hottest first.
 
         A free slot is taken on the rank that carries least; a surplus replica goes where it relieves its rank least.
-        Where neither is on a node that lacks the expert, replicas of others move to other nodes: an augmenting path,
-        so that in the end as few nodes are missing as the slots allow.
+        An expert stays on fewer nodes where neither is on one that lacks it.
         """
         short = [expert for expert, nodes in enumerate(self.on_nodes) if len(nodes) < floor]
         if not short:
@@ -99,12 +95,7 @@ class SlotTable:
                 if open_rank is None:
                     surplus = self._surplus_replica(expert, floor)
                     if surplus is None:
-                        chain = self._chain(expert, floor)
-                        if not chain:
-                            break
-                        for put_or_take, moved, rank in chain:
-                            self._change(put_or_take, moved, rank, crowd, idle)
-                        continue
+                        break
                     loser, open_rank = surplus
                     self._change(self.take, loser, open_rank, crowd, idle)
                 self._change(self.put, expert, open_rank, crowd, idle)
@@ -167,50 +158,6 @@ class SlotTable:
                     return expert, rank
         return None
 
-    def _chain(self, needy: int, floor: int) -> list[_Change]:
-        """Changes that bring an expert to one more node, the shortest chain of replicas that make way for each other;
-        none where the slots do not allow it."""
-        on_node: dict[int, list[int]] = {node: [] for node in self._node_of}
-        for expert, nodes in enumerate(self.on_nodes):
-            for node in nodes:
-                on_node[node].append(expert)
-        left = [node for node in on_node if node not in self.on_nodes[needy]]
-        comes = dict.fromkeys(left, (needy, -1))  # to each node: an expert, and the node that it leaves
-        queue, left = left, [node for node in on_node if node not in comes]
-        for node in queue:  # grows while it is walked
-            vacant = self._vacant_rank(node, on_node[node], floor)
-            if vacant is not None:
-                return self._moves_to(vacant, node, comes)
-            for expert in on_node[node]:
-                found = [other for other in left if other not in self.on_nodes[expert]]
-                comes |= dict.fromkeys(found, (expert, node))
-                queue += found
-                left = [other for other in left if other in self.on_nodes[expert]]
-        return []
-
-    def _vacant_rank(self, node: int, experts: list[int], floor: int) -> tuple[int, int] | None:
-        """(rank, expert) on a node: a free slot, with -1, or that of the spare replica with the smallest share."""
-        ranks = [rank for rank, home in enumerate(self._node_of) if home == node]
-        if any(self.free[rank] for rank in ranks):
-            return max(ranks, key=self.free.__getitem__), -1
-        spare = [x for x in experts if len(self.on_nodes[x]) > floor or self.on_nodes[x][node] > 1]
-        if not spare:
-            return None
-        expert = min(spare, key=self._share)
-        return next(rank for rank in ranks if rank in self.holders[expert]), expert
-
-    def _moves_to(self, vacant: tuple[int, int], node: int, comes: dict[int, tuple[int, int]]) -> list[_Change]:
-        """The changes of a chain, from the slot that it ends in back to the expert that it is for."""
-        rank, spare = vacant
-        changes: list[_Change] = [] if spare < 0 else [(self.take, spare, rank)]
-        while node >= 0:
-            expert, node = comes[node]
-            changes.append((self.put, expert, rank))
-            if node >= 0:
-                rank = next(holder for holder in self.holders[expert] if self._node_of[holder] == node)
-                changes.append((self.take, expert, rank))
-        return changes
-
     def fill(self) -> None:
         """Every free slot takes the expert with most tokens per holder that its rank lacks; ties to the lowest."""
         books = enumerate(zip(self._load, self.holders, strict=True))
@@ -243,7 +190,7 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
 
     Returns:
         A placement with at most one replica of an expert on a rank, and every expert on the promised number of distinct
-        nodes. Where nodes differ in size the promise may be impossible: then as few are missing as the slots allow.
+        nodes, or where nodes differ in size on as many as every expert can have at once.
 
     Raises:
         ConfigurationError: fewer slots than experts.
@@ -269,12 +216,8 @@ def packed_placement(load: IntArray, cluster: Cluster, min_replicas: int = 2) ->
     greedy = _deal_greedily(replicas, load, cluster, floor)
     missing_greedily = cluster.missing_nodes(greedy.pairs, floor)
     found = [(missing, longest, packed), (missing_greedily, longest_time(greedy, load, cluster), greedy)]
-    if missing_greedily:
-        dealt = deal_to_ranks(spread(replicas, cluster.node_slots()), cluster, load).pairs
-        dealt_evenly = Placement.of_pairs(replace(dealt, replicas=np.ones_like(dealt.replicas)))
-        missing_evenly = cluster.missing_nodes(dealt, floor)
-        found.append((missing_evenly, longest_time(dealt_evenly, load, cluster), dealt_evenly))
-    return min(found, key=lambda entry: entry[:2])[2]
+    missing, _, best = min(found, key=lambda entry: entry[:2])
+    return protected(best, cluster, floor) if missing else best
 
 
 def _pack(load: IntArray, cluster: Cluster) -> SlotTable:

@@ -30,7 +30,7 @@ from typing import TypeVar
 import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray, Pairs
-from moe_lightning.balancing.cluster import nodes_for_each
+from moe_lightning.balancing.cluster import Cluster, nodes_for_each
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 
@@ -322,6 +322,22 @@ def repair_stages(
         min_replicas=min((repair.min_replicas for repair in repairs), default=min_replicas),
         slots=max((repair.slots for repair in repairs), default=0),
     )
+
+
+def protected(placement: Placement, cluster: Cluster, min_replicas: int) -> Placement:
+    """Return a placement with replicas added or moved so that every expert is on `min_replicas` nodes, or on as many as
+    every expert can have at once.
+
+    Args:
+        placement: every expert once or more, one replica of an expert on a rank, no more of them than its slots.
+        cluster: ranks, nodes and slots.
+        min_replicas: distinct nodes for each expert.
+    """
+    held = placement.pairs
+    floor = nodes_for_each(held.shape[0], node_slots=cluster.node_slots(), min_replicas=min_replicas)
+    table = RepairTable(held, cluster.node_of, floor=floor, replicas=floor, slots=cluster.slots_per_rank)
+    table.protect()
+    return Placement.of_pairs(table.pairs())
 
 
 def _residents(held: Pairs) -> IntArray:

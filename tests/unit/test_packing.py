@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_lightning.balancing import packing
 from moe_lightning.balancing import packing as slot_table
-from moe_lightning.balancing.cluster import Cluster, affordable_replicas
+from moe_lightning.balancing.cluster import Cluster, affordable_replicas, nodes_for_each
 from moe_lightning.balancing.packing import SlotTable, packed_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
@@ -111,25 +111,16 @@ def uneven_problems(draw: st.DrawFn) -> tuple[np.ndarray, Cluster]:
     return np.array(load, dtype=np.int64), cluster
 
 
-def most_nodes(num_experts: int, node_slots: list[int], floor: int) -> int:
-    """Distinct nodes that all experts together can have, `floor` each at most: the least cut of the flow."""
-    return min(
-        (num_experts - inside) * floor + sum(min(slots, inside) for slots in node_slots)
-        for inside in range(num_experts + 1)
-    )
-
-
 @settings(deadline=None, max_examples=300)
 @given(problem=uneven_problems(), floor=st.integers(1, 3))
 @example(problem=(np.array([1, 0, 1, 408, 386, 505]), Cluster(node_of=(0, 1, 1, 2, 2, 2), slots_per_rank=2)), floor=2)
 @example(problem=(np.array([288, 379, 78, 282]), Cluster(node_of=(0, 1, 1, 2, 2, 2), slots_per_rank=3)), floor=3)
 @example(problem=(np.array([216, 186]), Cluster(node_of=(0, 1, 2, 3, 3, 3), slots_per_rank=1)), floor=3)
-def test_unequal_nodes_keep_as_many_as_slots_allow(problem: tuple[np.ndarray, Cluster], floor: int) -> None:
+def test_unequal_nodes_keep_as_many_as_every_expert_can_have(problem: tuple[np.ndarray, Cluster], floor: int) -> None:
     load, cluster = problem
     placement = packed_placement(load, cluster, floor)
-    promised = affordable_replicas(len(load), slots=cluster.num_slots, num_nodes=cluster.num_nodes, min_replicas=floor)
-    possible = most_nodes(len(load), cluster.node_slots().tolist(), promised)
-    assert cluster.missing_nodes(placement.pairs, promised) == len(load) * promised - possible
+    possible = nodes_for_each(len(load), node_slots=cluster.node_slots(), min_replicas=floor)
+    assert not cluster.missing_nodes(placement.pairs, possible)
     assert placement.replicas.max() == 1
     assert placement.replicas.sum(axis=0).max() <= cluster.slots_per_rank
 
