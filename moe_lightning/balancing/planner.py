@@ -5,14 +5,13 @@ Slow scale: placements, from the loads of the last steps, first after a few step
 current plan is due.
 
 Planning runs in a thread beside the training, one task after the other in the order given. The plan of a step does not
-depend on the thread's speed: it is the one made from the counts of the step `lag` before, and a step waits for it.
+depend on the thread's speed: it is the one made from the counts of the step before, and a step waits for it.
 
 Shapes: L layers, E experts, N ranks.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from moe_lightning.balancing.cost_model import (
 from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES, PlacementPolicy, replan_placement
 from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
-from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_split, uneven
 from moe_lightning.errors import ConfigurationError
@@ -137,7 +136,7 @@ class LayerPlanner:
             self._plan = SHADOW_POLICIES[policy.shadows](tokens, placement, costs)
             self._trans_s = float(predict(self._plan).trans_s)
         elif self._plan is None or self._rule.due():
-            fresh = search_shadows(tokens, placement, costs, alpha=policy.alpha)
+            fresh = search_shadows(tokens, placement, costs)
             kept = no_shadows(tokens, placement) if self._plan is None else self._plan
             current_s, fresh_s = predict(kept), predict(fresh)
             replaces = self._rule.judge(float(current_s.total_s), float(fresh_s.total_s))
@@ -147,7 +146,7 @@ class LayerPlanner:
     def move(self, placement: Placement) -> None:
         """The layer's experts have moved: its shadows must be planned anew."""
         self._placement, self._plan = placement, None
-        self._rule = ReplanRule(self._policy.replan_threshold)
+        self._rule = ReplanRule(_REPLAN_THRESHOLD)
 
     def take_load(self, fade: int) -> tuple[IntArray, IntArray]:
         """The tokens of each expert so far int64 [E] and the forecast int64 [E, N]; loads then count 1 / fade."""
@@ -168,6 +167,9 @@ _PARTS = 1 << 32
 _DECAY = 0.5
 """Weight of the past in the forecast of a step's loads."""
 
+_REPLAN_THRESHOLD = 0.1
+"""A kept shadow plan is replaced when it is slower than a fresh one by more than this."""
+
 
 @validated
 @dataclass(frozen=True, kw_only=True)
@@ -180,32 +182,28 @@ class BalancePolicy:
             best of packed and spread, with few and with all slots, the sums of replica gradients counted in.
         allocation: replica counts for the rules that need them: "waterfill" or "eq1".
         min_replicas: distinct nodes that hold each expert, where slots allow.
-        tolerance: relief of the busiest rank that is not worth moving experts.
         shadows: a name in `rules.SHADOW_POLICIES`; "none" plans none.
-        alpha: the search stops when loads differ by less than alpha times their mean.
-        replan_threshold: a kept shadow plan is replaced when it is slower than a fresh one by more than this.
-        lag: a step's plans come from the counts of so many steps before it; more than 1 gives large clusters longer
-            time to plan.
 
     Raises:
-        ConfigurationError: a value outside its range or an unknown name.
+        ConfigurationError: a value outside its range, an unknown name, or a rule that leaves experts on one node.
     """
 
     rebalance_every: NonNegativeInt = 200
     placement_rule: str = "auto"
     allocation: AllocationPolicy = "waterfill"
     min_replicas: PositiveInt = 1
-    tolerance: Coefficient = 0.02
     shadows: str = "search"
-    alpha: Coefficient = 0.1
-    replan_threshold: Coefficient = 0.1
-    lag: PositiveInt = 1
 
     def __post_init__(self) -> None:
         if self.shadows not in SHADOW_POLICIES:
             raise ConfigurationError(f"shadows={self.shadows!r} is unknown: use one of {list(SHADOW_POLICIES)}")
         if self.placement_rule != "auto":
             PLACEMENT_RULES.find(self.placement_rule, "placement_rule")
+        if self.placement_rule in ("plain", "compact") and self.rebalance_every and self.min_replicas > 1:
+            raise ConfigurationError(
+                f"placement_rule={self.placement_rule} leaves experts on one node, and min_replicas="
+                f"{self.min_replicas} asks for more: use packed or auto, or min_replicas=1"
+            )
 
     def candidates(self, cluster: Cluster, num_experts: int) -> list[PlacementPolicy]:
         """Every rule on all slots and, where the model is to choose, on as few as a balanced placement needs."""
@@ -249,7 +247,7 @@ class BalancePlanner:
         self._placements = list(placements)
         self._layers = [LayerPlanner(policy, placement) for placement in placements]
         self._thread = PlanningThread(timeout_s)
-        self._decisions: list[deque[Future[Decision]]] = [deque(maxlen=policy.lag) for _ in placements]
+        self._decisions: list[Future[Decision] | None] = [None] * len(placements)
         self._observed = 0  # layers in this step
         self._placing: Future[list[Placement]] | None = None
         self._interval = min(FIRST_REBALANCE, policy.rebalance_every)
@@ -278,19 +276,17 @@ class BalancePlanner:
 
     def observe(self, layer: int, *counts_EN: IntArray) -> None:
         """Record the assignments of one step's micro-batches, int64 [E, N] each, and start planning from them."""
-        observation = self._thread.submit(self._layers[layer].observe, counts_EN, self.costs[layer])
-        self._decisions[layer].append(observation)
+        self._decisions[layer] = self._thread.submit(self._layers[layer].observe, counts_EN, self.costs[layer])
         self._observed += 1
         if self._observed == len(self._layers):
             self._observed = 0
-            if self.policy.rebalance_every and self._wait <= self.policy.lag and self._placing is None:
+            if self.policy.rebalance_every and self._wait <= 1 and self._placing is None:
                 self._placing = self._place()
 
     @property
     def decisions(self) -> list[Decision]:
-        """Decision of each layer for the next step, from the counts of the step `lag` before it."""
-        lag, result = self.policy.lag, self._thread.result
-        return [result(made[0]) if len(made) == lag else _UNDECIDED for made in self._decisions]
+        """Decision of each layer for the next step, from the counts of the step before it."""
+        return [_UNDECIDED if made is None else self._thread.result(made) for made in self._decisions]
 
     @property
     def plans(self) -> list[ShadowPlan | None]:
@@ -362,7 +358,6 @@ class BalancePlanner:
             cluster,
             candidates,
             present,
-            self.policy.tolerance,
             block_s=predicted_s if len(candidates) > 1 else None,
         )
 
@@ -371,7 +366,7 @@ class BalancePlanner:
         for layer, (old, new) in enumerate(zip(self._placements, placements, strict=True)):
             if old != new:
                 self._thread.submit(self._layers[layer].move, new)
-                self._decisions[layer].clear()
+                self._decisions[layer] = None
         self._placements = list(placements)
         self._placing = None  # what is under way moves experts from where they no longer are
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_warn
@@ -30,12 +29,11 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import AllocationPolicy, Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
-from moe_lightning.balancing.rules import PlacementPolicy
 from moe_lightning.callbacks.calibration import CostMeter
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
 from moe_lightning.compat import private_lightning
-from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, validated
+from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
@@ -94,25 +92,6 @@ def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:
             f"min_replicas={promised} relies on: leave it out (null), or use at least {promised}"
         )
     return promised if wanted is None else wanted
-
-
-def warn_of_rule(policy: BalancePolicy, cluster: Cluster, num_experts: int) -> None:
-    """Warn of a rule that leaves experts on fewer nodes than "packed" does: such placements are rarely used."""
-    if not policy.rebalance_every or policy.placement_rule == "auto":
-        return
-    load = np.ones(num_experts, dtype=np.int64)
-    load[0] = num_experts  # one expert is hot
-    rules = [
-        PlacementPolicy(rule=rule, allocation=policy.allocation, min_replicas=policy.min_replicas)
-        for rule in (policy.placement_rule, "packed")
-    ]
-    missing, least = (cluster.missing_nodes(rule.place(load, cluster).pairs, policy.min_replicas) for rule in rules)
-    if missing > least:
-        rank_zero_warn(
-            f"placement_rule={policy.placement_rule} leaves experts on fewer nodes than min_replicas="
-            f"{policy.min_replicas}, and a placement is not used that has an expert on fewer than now: use packed or "
-            "auto, or a smaller min_replicas"
-        )
 
 
 def plan_metrics(layers: Mapping[int, MoELayer], planner: BalancePlanner) -> Iterator[Metric]:
@@ -268,14 +247,13 @@ class LoadBalancer(ExpertParallelCallback):
     longest time over that of a perfect division.
 
     Args:
-        rebalance_every, placement_rule, allocation, tolerance, shadows, alpha, replan_threshold, lag:
-            see `BalancePolicy`.
+        rebalance_every, placement_rule, allocation, shadows: see `BalancePolicy`.
         min_replicas: distinct nodes that hold each expert, where slots allow; None: as many as FaultRecovery promises,
             1 without it.
         calibrate: time exchanges, experts and dense layers when training starts, about a second, where plans depend on
             them; without it plans come from the next two arguments and so are alike in every run.
         bytes_per_s, flops_per_s: nominal bandwidth of a rank and speed of its expert computation.
-        speeds, speeds_every, max_samples_per_rank, stragglers: see `SpeedPolicy`.
+        speeds, max_samples_per_rank, stragglers: see `SpeedPolicy`.
         timeline_path: SVG of the last step as the performance model sees it, written when training ends;
             None: none. It needs the extra `plots`; without it a warning says so.
 
@@ -297,35 +275,20 @@ class LoadBalancer(ExpertParallelCallback):
         placement_rule: str = "auto",
         allocation: AllocationPolicy = "waterfill",
         min_replicas: PositiveInt | None = None,
-        tolerance: Coefficient = 0.02,
         shadows: str = "search",
-        alpha: Coefficient = 0.1,
-        replan_threshold: Coefficient = 0.1,
-        lag: PositiveInt = 1,
         calibrate: bool = True,
         bytes_per_s: Annotated[float, Interval(gt=0, le=1e18)] = 10e9,
         flops_per_s: Annotated[float, Interval(gt=0, le=1e21)] = 1e12,
         speeds: Literal["measured", "even"] | Sequence[float] = "measured",
-        speeds_every: PositiveInt = 8,
         max_samples_per_rank: PositiveInt | None = None,
         stragglers: Literal["adapt", "evict"] = "adapt",
         timeline_path: str | None = None,
     ) -> None:
         self._policy = BalancePolicy(
-            rebalance_every=rebalance_every,
-            placement_rule=placement_rule,
-            allocation=allocation,
-            tolerance=tolerance,
-            shadows=shadows,
-            alpha=alpha,
-            replan_threshold=replan_threshold,
-            lag=lag,
+            rebalance_every=rebalance_every, placement_rule=placement_rule, allocation=allocation, shadows=shadows
         )
         self._speed_policy = SpeedPolicy(
-            speeds=speeds,
-            speeds_every=speeds_every,
-            max_samples_per_rank=max_samples_per_rank,
-            stragglers=stragglers,
+            speeds=speeds, max_samples_per_rank=max_samples_per_rank, stragglers=stragglers
         )
         self._costs = CostMeter(
             measures=calibrate and (shadows != "none" or placement_rule == "auto"),
@@ -355,7 +318,6 @@ class LoadBalancer(ExpertParallelCallback):
             strategy.require_shadows_possible()
         cluster = balanced_ranks(strategy)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
-        warn_of_rule(policy, cluster, layers[0].num_experts)
         self._numbers = stages.numbers
         numbered = dict(zip(self._numbers, layers, strict=True))
         costs = self._costs.begin(numbered, strategy.world.stage, strategy.shadow_dtype)

@@ -32,6 +32,9 @@ from moe_lightning.strategies.step_data import first_sampler
 _SLOW, _SLOW_STEPS = 0.8, 20
 """Share of the median's speed, and the steps that a rank must stay below it to be reported."""
 
+_AGREE_EVERY = 8
+"""Steps between two points at which tokens and slices may change."""
+
 _WORTH = 1.02
 """Slices change where the longest time then falls by this factor."""
 
@@ -47,7 +50,6 @@ class SpeedPolicy:
     Attributes:
         speeds: "measured" (in a pipeline as "even"), "even" (all ranks count as equally fast), or relative speeds of
             all ranks.
-        speeds_every: steps between two points at which tokens and slices may change.
         max_samples_per_rank: of a micro-batch, for ranks with little memory; None: twice the even share.
         stragglers: "adapt", or "evict": in an elastic run a rank that stays below 0.8 of the median's speed hands over
             and leaves, unless fewer than `min_ranks` would be left.
@@ -57,7 +59,6 @@ class SpeedPolicy:
     """
 
     speeds: Literal["measured", "even"] | Sequence[float] = "measured"
-    speeds_every: int = 8
     max_samples_per_rank: int | None = None
     stragglers: Literal["adapt", "evict"] = "adapt"
 
@@ -181,7 +182,7 @@ class SpeedFollower:
             self._rates.row_s.add(row_s)
             self._rates.sample_s.add(sample_s)
         self._steps += 1
-        has_changed = (self._steps - 1) % self._policy.speeds_every == 0 and self._agree()
+        has_changed = (self._steps - 1) % _AGREE_EVERY == 0 and self._agree()
         self._look_after_stragglers()
         return has_changed
 

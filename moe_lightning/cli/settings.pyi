@@ -256,16 +256,11 @@ class LoadBalancerKeys(TypedDict, total=False):
     placement_rule: str
     allocation: Literal["eq1", "waterfill"]
     min_replicas: int | None
-    tolerance: float
     shadows: str
-    alpha: float
-    replan_threshold: float
-    lag: int
     calibrate: bool
     bytes_per_s: float
     flops_per_s: float
     speeds: Literal["measured", "even"] | Sequence[Any]
-    speeds_every: int
     max_samples_per_rank: int | None
     stragglers: Literal["adapt", "evict"]
     timeline_path: str | None

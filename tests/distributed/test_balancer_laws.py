@@ -150,7 +150,7 @@ def test_experts_move_where_lightning_counts_no_updates() -> None:
                 ("skewed", {"slots": 4}, {}),
                 ("skewed_top_1", {"slots": 3}, {"rebalance_every": 2}),
                 ("skewed_accumulate", {"slots": 4}, {"rebalance_every": 2}),
-                ("skewed", {"slots": 4}, {"rebalance_every": 2, "lag": 2}),
+                ("skewed", {"slots": 4}, {"rebalance_every": 2}),
             ],
         ),
         slow(3, [("own", {"slots": 4}, {"shadows": "top3", "rebalance_every": 2})]),

@@ -83,7 +83,7 @@ OFTEN = {"rebalance_every": 3}
     [
         ("skewed", 4, {}, OFTEN),
         slow("skewed", 4, INTERLEAVED, OFTEN),
-        slow("skewed", 4, {}, {**OFTEN, "lag": 2, "shadows": "top2"}),
+        slow("skewed", 4, {}, {**OFTEN, "shadows": "top2"}),
         slow("uneven", 4, {}, OFTEN),
         slow("uneven", 4, INTERLEAVED, OFTEN),
         slow("accumulated", 4, {}, OFTEN),

@@ -15,7 +15,7 @@ from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
-from moe_lightning.callbacks.load_balancer import balanced_ranks, min_replicas, warn_of_rule
+from moe_lightning.callbacks.load_balancer import balanced_ranks, min_replicas
 from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
@@ -95,29 +95,11 @@ def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int,
         assert cluster.missing_nodes(placement.pairs, 2) == 0
 
 
-def test_a_rule_that_would_give_protection_up_is_not_followed() -> None:
-    """Plain holds each expert once: it relieves nobody's fear of the next fault."""
-    cluster, first = Cluster.of(RANKS, 4), uniform_placement(EXPERTS, RANKS, 2)
-    planner = make(cluster, first, rebalance_every=1, placement_rule="plain", min_replicas=2, shadows="none")
-    observe(planner, skewed(0))
-    assert rebalance(planner) is None
-    planner.close()
-
-
 @pytest.mark.parametrize("rule", ["plain", "compact"])
-def test_a_rule_that_would_give_protection_up_is_warned_of(rule: str) -> None:
-    with pytest.warns(
-        UserWarning, match=f"{rule} leaves .* than min_replicas=2, .* is not used .*: use packed or auto"
-    ):
-        warn_of_rule(BalancePolicy(placement_rule=rule, min_replicas=2), Cluster.of(RANKS, 4), EXPERTS)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("rule", ["auto", *PLACEMENT_RULES])
-def test_a_rule_that_keeps_protection_is_not_warned_of(rule: str) -> None:
-    keeps = rule in {"auto", "packed", "mro+"}
-    warn_of_rule(BalancePolicy(placement_rule=rule, min_replicas=2 if keeps else 1), Cluster.of(RANKS, 4), EXPERTS)
-    warn_of_rule(BalancePolicy(placement_rule=rule, min_replicas=2, rebalance_every=0), Cluster.of(RANKS, 4), EXPERTS)
+def test_a_rule_that_leaves_experts_on_one_node_protects_none(rule: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"placement_rule={rule} leaves experts on one node"):
+        BalancePolicy(placement_rule=rule, min_replicas=2)
+    BalancePolicy(placement_rule=rule, min_replicas=2, rebalance_every=0)
 
 
 def test_lost_protection_is_restored_though_nobody_is_busier() -> None:

@@ -60,20 +60,6 @@ def test_the_training_thread_does_not_plan(monkeypatch: pytest.MonkeyPatch) -> N
     planner.close()
 
 
-def test_a_plan_that_is_not_due_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    planner = make(rebalance_every=0, lag=2)
-    for layer in range(LAYERS):
-        planner.observe(layer, counts(0, layer))
-    assert rebalance(planner) is None
-    assert planner.step_plans() is None  # the plan of the first step is for the third
-    gate.open.set()
-    for layer in range(LAYERS):
-        planner.observe(layer, counts(1, layer))
-    assert planner.step_plans() is not None
-    planner.close()
-
-
 def test_a_plan_that_never_comes_ends_the_step_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     planner = make(timeout_s=0.05, rebalance_every=0)
@@ -87,17 +73,14 @@ def test_a_plan_that_never_comes_ends_the_step_with_a_sentence(monkeypatch: pyte
     planner.close()
 
 
-@pytest.mark.parametrize("lag", [1, 2, 4])
-def test_plans_are_those_of_a_planner_that_nobody_waits_for(lag: int) -> None:
-    """What a step uses is what a planner in the same thread decides from the counts `lag` steps before."""
-    planner = make(rebalance_every=0, lag=lag)
+def test_plans_are_those_of_a_planner_that_nobody_waits_for() -> None:
+    """What a step uses is what a planner in the same thread decides from the counts of the step before."""
+    planner = make(rebalance_every=0)
     alone = [LayerPlanner(BalancePolicy(), uniform_placement(EXPERTS, RANKS)) for _ in range(LAYERS)]
-    decided = []
     for step in range(12):
-        decided.append([planned.observe([counts(step, layer)], COSTS).plan for layer, planned in enumerate(alone)])
+        expected = [planned.observe([counts(step, layer)], COSTS).plan for layer, planned in enumerate(alone)]
         for layer in range(LAYERS):
             planner.observe(layer, counts(step, layer))
-        expected = decided[step - lag + 1] if step >= lag - 1 else [None] * LAYERS
         for plan, other in zip(planner.plans, expected, strict=True):
             assert (plan is None) == (other is None)
             if plan is not None and other is not None:
@@ -107,13 +90,13 @@ def test_plans_are_those_of_a_planner_that_nobody_waits_for(lag: int) -> None:
 
 
 @settings(deadline=None, max_examples=6)
-@given(seed=st.integers(0, 2**31), lag=st.integers(1, 3))
-def test_ranks_whose_threads_run_otherwise_decide_alike(seed: int, lag: int) -> None:
+@given(seed=st.integers(0, 2**31))
+def test_ranks_whose_threads_run_otherwise_decide_alike(seed: int) -> None:
     """One planner whose threads run freely, one whose layers are held up by chance: the same moves and visits."""
     histories = []
     for held_up in (False, True):
         rng, lock = np.random.default_rng(seed), Lock()
-        planner = make(rebalance_every=3, lag=lag)
+        planner = make(rebalance_every=3)
         if held_up:
             for layer in planner._layers:
                 layer.observe = after_random_work(layer.observe, rng, lock)  # type: ignore[method-assign]
