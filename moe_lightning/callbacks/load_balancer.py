@@ -19,10 +19,6 @@ import lightning.pytorch as pl
 import torch
 from annotated_types import Interval
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from moe_lightning.arrays import IntArray
@@ -140,35 +136,22 @@ class StepCounts:
 
     Args:
         layers: the MoE layers of this rank.
-
-    Attributes:
-        has_ended: the step has ended, and the next batch begins another one.
-        stepped: parameters that an optimizer has updated in the running batch.
     """
 
     def __init__(self, layers: Sequence[MoELayer] = ()) -> None:
         self._layers = layers
-        self.stepped: set[nn.Parameter] = set()
-        self._watch: RemovableHandle | None = None
-        self.has_ended = self._is_last = True
-        self._batch = 0
+        self._batch, self._is_last = 0, True
         self._begin()
 
     def watch(self, observe: Callable[[int, MoELayer], None]) -> None:
-        """Call `observe` with index and layer while the tokens of a layer travel, and follow updates, until `close`."""
-        self._watch = register_optimizer_step_post_hook(self._follow)
+        """Call `observe` with index and layer while the tokens of a layer travel, until `close`."""
         for index, layer in enumerate(self._layers):
             layer.overlap_fn = partial(observe, index, layer)
 
     def close(self) -> None:
         """Call nothing any longer."""
-        if self._watch is not None:
-            self._watch.remove()
         for layer in self._layers:
             layer.overlap_fn = None
-
-    def _follow(self, optimizer: Optimizer, *_: object) -> None:
-        self.stepped.update(p for group in optimizer.param_groups for p in group["params"])
 
     def _begin(self) -> None:
         self._counts: list[dict[tuple[int, int], IntArray]] = [{} for _ in self._layers]
@@ -180,9 +163,8 @@ class StepCounts:
         Args:
             is_last: no other one follows in the step.
         """
+        begins = self._is_last
         self._batch, self._is_last = batch_idx, is_last
-        self.stepped.clear()
-        begins, self.has_ended = self.has_ended, False
         if begins:
             self._begin()
         return begins
@@ -193,7 +175,7 @@ class StepCounts:
         Args:
             piece: part of the batch in a pipeline, which computes it in several micro-batches.
         """
-        if index in self._complete:  # a recomputed pass comes again, and a batch accumulated by hand follows
+        if index in self._complete:  # a recomputed pass comes again
             return ()
         micro, num_micros = (0, 1) if piece is None else (piece.micro, piece.num_micros)
         self._counts[index][self._batch, micro] = counts_EN
@@ -265,7 +247,7 @@ class LoadBalancer(ExpertParallelCallback):
     Raises:
         ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
             numbers of experts, slots that differ between ranks, dispatch groups smaller than the world, ranks of a
-            pipeline without an MoE layer, or shadows beside manual optimization or experts in four bits.
+            pipeline without an MoE layer, manual optimization, or shadows of experts in four bits.
     """
 
     def __init__(
@@ -314,6 +296,11 @@ class LoadBalancer(ExpertParallelCallback):
         layers, stages = strategy.experts.layers, strategy.state.stages
         if strategy.world.stage.size == 1 or not stages.layers:
             return  # nothing to balance
+        if not pl_module.automatic_optimization:
+            raise ConfigurationError(
+                "LoadBalancer moves experts between steps, which manual optimization does not state: use automatic "
+                "optimization, or drop the callback"
+            )
         if self._policy.shadows != "none":
             strategy.require_shadows_possible()
         cluster = balanced_ranks(strategy)
@@ -426,13 +413,8 @@ class LoadBalancer(ExpertParallelCallback):
         if self.planner is None or self.follower is None:
             return
         self.follower.end_micro_batch()
-        # Experts that move drop their gradients, which another optimizer than the last one may still accumulate.
-        is_open = not pl_module.automatic_optimization and any(
-            p.grad is not None and p not in self._counts.stepped for p in _trained_experts(trainer)
-        )
-        if is_open or private_lightning.is_accumulating(trainer):
+        if private_lightning.is_accumulating(trainer):
             return
-        self._counts.has_ended = True
         self._since_log.steps += 1
         if self.follower.end_step():
             self.planner.set_speeds(self.follower.experts.speeds)
@@ -458,13 +440,6 @@ class LoadBalancer(ExpertParallelCallback):
 
 def _strategy(trainer: pl.Trainer) -> ExpertParallelStrategy:
     return own_strategy(trainer, "LoadBalancer")
-
-
-def _trained_experts(trainer: pl.Trainer) -> Iterator[nn.Parameter]:
-    """Yield the parameters of experts that optimizers update."""
-    stack_of = _strategy(trainer).experts.stack_of
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    return (p for group in groups for p in group["params"] if p in stack_of)
 
 
 def _any_moves(strategy: ExpertParallelStrategy, placements: Sequence[Placement]) -> bool:
