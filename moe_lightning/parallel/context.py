@@ -116,9 +116,6 @@ class ExchangeClock:
     work. It counts nothing, and costs nothing, before `watch`.
 
     On a GPU a host call returns before its exchange begins, so the device's own events are timed.
-
-    Attributes:
-        listeners: called on the host with True as an exchange begins and with False as it ends.
     """
 
     def __init__(self) -> None:
@@ -127,7 +124,6 @@ class ExchangeClock:
         self._under_way = 0
         self._seconds = 0.0
         self._on_device: deque[tuple[Any, Any]] = deque()  # began, ended
-        self.listeners: list[Callable[[bool], None]] = []
 
     def __reduce__(self) -> tuple[type[ExchangeClock], tuple[()]]:
         """Models with a world are copied and pickled; a copy counts for itself, from zero."""
@@ -140,16 +136,8 @@ class ExchangeClock:
     @contextmanager
     def exchange(self, device: torch.device) -> Iterator[None]:
         """Around one exchange of tensors on that device."""
-        self._tell(True)
-        try:
-            with self._timed(device) if self._is_watched else nullcontext():
-                yield
-        finally:
-            self._tell(False)
-
-    def _tell(self, begins: bool) -> None:
-        for listener in self.listeners:
-            listener(begins)
+        with self._timed(device) if self._is_watched else nullcontext():
+            yield
 
     @contextmanager
     def _timed(self, device: torch.device) -> Iterator[None]:

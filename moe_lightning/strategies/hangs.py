@@ -41,7 +41,7 @@ from moe_lightning.files import machine_folder
 from moe_lightning.parallel.context import LatestValues, World, common_store
 from moe_lightning.strategies import process_stacks
 from moe_lightning.strategies.process_stacks import Process, Seen, is_users, place_of, relative
-from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, StepPhase, bubble
+from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, StepPhase
 from moe_lightning.user_errors import ALARMS
 
 _LOOK_S = 0.2
@@ -56,7 +56,6 @@ _LATE_FACTOR = 5
 """Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
 
 _MOST_CALLS, _MOST_MARKS = 256, 2048
-_MOST_BUBBLES = 4096  # begins and ends
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
 _COLLECTIVES = "/torch/distributed/"
 _TRAINER = "/lightning/pytorch/"
@@ -284,7 +283,6 @@ class HangWatch:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._slow: SlowRankWatch | None = None
-        self._bubbles: _Bubbles | None = None
 
     def begin_phase(self, phase: StepPhase, step: int, *, is_batch: bool = False) -> None:
         """Record that a phase of a step begins.
@@ -312,9 +310,8 @@ class HangWatch:
             self._start(self._watch_alone, self._limit_s, self._ended, reports)
             return
         watched = _Watched(world, store)
-        self._slow = SlowRankWatch(world.rank, world.size, world.shape.stages, store)
-        if world.shape.pp > 1:
-            self._bubbles = _Bubbles(world)
+        if world.shape.pp == 1:
+            self._slow = SlowRankWatch(world.rank, world.size, store, str(world.generation))
         self._start(self._run, watched, self._limit_s, self._ended, reports)
 
     def _start(self, watch: Callable[..., None], *arguments: Any) -> None:
@@ -329,9 +326,6 @@ class HangWatch:
     def end(self) -> None:
         """Stop watching: the world ends, or the Trainer has finished."""
         self._ended.set()
-        if self._bubbles is not None:
-            self._bubbles.close()
-            self._bubbles = None
         if self._thread is not None:
             self._thread.join(_THREAD_END_S)
         self._thread = None
@@ -391,10 +385,7 @@ class HangWatch:
         if self._slow is None or not self._marks:
             return
         self._slow.sample(self._marks[-1][2], _main_frame())
-        if self._slow.is_due():
-            calls = watched.begun()
-            self._slow.publish(list(self._marks), calls if self._bubbles is None else self._bubbles.merged(calls))
-        self._slow.compare()
+        self._slow.look(self._marks, watched.begun)
 
     def _standstill(self, watched: _Watched | None, counts: Mapping[str, int]) -> Standstill:
         frame = _main_frame()
@@ -472,29 +463,6 @@ def _report(hang: Hang, folder: Path) -> None:
     message = "\n".join([*lines, f"{last}; {where}"])
     write_to_terminal(message)
     ALARMS.warning("%s", message)
-
-
-class _Bubbles:
-    """Record of this rank's waits for other stages of a pipeline, which send and receive without one."""
-
-    def __init__(self, world: World) -> None:
-        self._rank, self._clock = world.rank, world.bubbles
-        self._number = 0
-        self._found: deque[Begun] = deque(maxlen=_MOST_BUBBLES)
-        self._clock.listeners.append(self._note)
-
-    def close(self) -> None:
-        self._clock.listeners.remove(self._note)
-
-    def _note(self, begins: bool) -> None:
-        self._number += begins
-        self._found.append(bubble(self._rank, self._number, time.time_ns()))
-
-    def merged(self, calls: Sequence[Begun]) -> list[Begun]:
-        """Return collectives with these waits, in the order of their begin, as far back as both are known."""
-        found = list(self._found)
-        since = max((each[0].at for each in (calls, found) if each), default=0)
-        return sorted((each for each in (*calls, *found) if each.at >= since), key=lambda each: each.at)
 
 
 class _Sign(NamedTuple):

@@ -3,13 +3,15 @@
 Torch's flight recorder has the time at which each rank has begun each collective. A collective ends when the last of
 its ranks has begun it, so what a rank does between the end of one and its begin of the next is its own time: computing,
 data, callbacks, and no waiting for others. Marks of the strategy divide it into phases. Three times a minute, without a
-collective and outside the main thread, the first rank chooses steps, all publish theirs in the common store, and the
-first one compares them.
+collective and outside the main thread, the first rank asks for some steps to come, all publish theirs in the common
+store when these have ended, and the first one compares them. In a pipeline ranks wait for others without a record: they
+are not compared.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -18,7 +20,7 @@ import zlib
 from base64 import b64decode, b64encode
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from types import FrameType
@@ -27,7 +29,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from moe_lightning.elastic.health import LARGEST_CLOCK_OFFSET_S
 from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.parallel.context import LatestValues
 from moe_lightning.strategies.process_stacks import is_blocked, place_of, waits_s
@@ -42,9 +43,9 @@ _MOST_STEPS = 64
 _MOST_CALLS = 20_000  # collectives of all ranks in a comparison
 _MOST_SHARE = 0.01  # of the first rank's time for comparisons: those of a thousand ranks come less often
 _FEW_STEPS = 4  # so many or more are compared without the longest one, which may be a single pause
-_AHEAD = 2  # steps that other ranks may have begun more, and recorded in the place of old ones
+_AHEAD, _AHEAD_S = 2, 0.4  # steps and time that a rank may be ahead when it publishes: they take the place of old ones
 _WINDOWS = 3  # comparisons in a row before a line, and between two lines
-_PATIENCE_S = LARGEST_CLOCK_OFFSET_S + 2.0  # ranks choose the time of a comparison by their own clocks
+_AGAIN_S = 1.0  # between two looks for what the others have published
 StepPhase = Literal["setup", "evaluation", "forward", "backward", "update", "callbacks and data"]
 """Phase of a step of training, or of what is around it."""
 
@@ -52,13 +53,11 @@ _BEGIN_OF_STEP: StepPhase = "forward"
 _WORK: tuple[StepPhase, ...] = ("forward", "backward")
 """Phases of which a slow rank has each place for longer."""
 
-_IN_EVERY_STAGE: StepPhase = "callbacks and data"
-"""Phase whose work does not depend on the stage of a pipeline."""
+_NOT_COMPARED: StepPhase = "evaluation"
 
 _MOST_FRAMES, _MOST_PLACES = 60, 4
 _LEAST_EVIDENCE = 0.5  # of a rank's excess or of its samples, to be named as the cause
 _LOADER = "/torch/utils/data/"
-_BUBBLES = "bubbles"
 
 Place = tuple[tuple[str, int, str], ...]
 """Calls of the main thread: file, line and function, the innermost last."""
@@ -89,11 +88,6 @@ class Begun(NamedTuple):
     number: int
     at: int
     waits: bool = True
-
-    @property
-    def is_bubble(self) -> bool:
-        """True for the begin or the end of a wait for other stages."""
-        return self.group.startswith(_BUBBLES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +170,6 @@ def own_times(ranks: Sequence[RankTimeline]) -> dict[str, np.ndarray]:
     return found
 
 
-def bubble(rank: int, number: int, at: int) -> Begun:
-    """Return the begin or the end of a wait of a rank for other stages of a pipeline: all that has begun it is the
-    rank itself, the second time at its end.
-    """
-    return Begun(f"{_BUBBLES} of rank {rank}", number, at, waits=False)
-
-
 def _cut(times: Sequence[int], began: float, ended: float) -> Iterator[tuple[int, tuple[float, float]]]:
     """Yield the parts of an interval between marks, each with the index of the mark that begins it."""
     mark = max(0, bisect(times, began) - 1)
@@ -227,22 +214,19 @@ class SlowRank:
         )
 
 
-def slowest(ranks: Sequence[RankTimeline], stages: Sequence[Sequence[int]] = ()) -> SlowRank:
-    """Return the rank with the longest own time beyond the median of those with as much work. Its longest step does not
-    count.
-
-    Args:
-        stages: ranks of each stage of a pipeline; empty: all ranks have the same work. A rank that is alone in its
-            stage is compared with all others, by the time that it has waited for a CPU, and in the phase between steps.
-    """
-    found = own_times(ranks)
+def slowest(ranks: Sequence[RankTimeline]) -> SlowRank:
+    """Return the rank with the longest own time beyond the median of the others. Its longest step does not count."""
+    found = {phase: own for phase, own in own_times(ranks).items() if phase != _NOT_COMPARED}
     totals = sum(found.values(), start=np.zeros((len(ranks), 1)))
     steps = totals.shape[1]
     counted = np.argsort(totals, axis=1)[:, : steps - (steps >= _FEW_STEPS)]
     phases = {phase: np.take_along_axis(own, counted, axis=1).mean(axis=1) for phase, own in found.items()}
     marks, begun = ranks[0].marks, ranks[0].begun
     step_s = statistics.median(b - a for a, b in pairwise(marks[index][0] for index in (0, *begun, -1))) / 1e6
-    excesses = [_excess(rank, ranks, phases, step_s, stages) for rank in range(len(ranks))]
+    excesses = [
+        {phase: float(own[rank] - np.median(np.delete(own, rank))) for phase, own in phases.items()}
+        for rank in range(len(ranks))
+    ]
     rank = max(range(len(ranks)), key=lambda rank: sum(excesses[rank].values()))
     excess_s = sum(excesses[rank].values())
     usual_s = float(sum(own[rank] for own in phases.values())) - excess_s
@@ -254,24 +238,6 @@ def slowest(ranks: Sequence[RankTimeline], stages: Sequence[Sequence[int]] = ())
         phases=excesses[rank],
         cause=_cause(rank, ranks, phases, excesses[rank], step_s),
     )
-
-
-def _excess(
-    rank: int,
-    ranks: Sequence[RankTimeline],
-    phases: Mapping[str, np.ndarray],
-    step_s: float,
-    stages: Sequence[Sequence[int]],
-) -> dict[str, float]:
-    """Return the own time of a rank beyond the median of its peers, by phase, in seconds of a step."""
-    others = [other for other in range(len(ranks)) if other != rank]
-    alike = [other for other in next((s for s in stages if rank in s), others) if other != rank]
-    excess = {phase: float(own[rank] - np.median(own[alike or others])) for phase, own in phases.items()}
-    if alike:
-        return excess
-    work_s = sum(max(0.0, s) for phase, s in excess.items() if phase != _IN_EVERY_STAGE)
-    share = min(1.0, max(0.0, _waits_more(rank, ranks)) * step_s / max(work_s, 1e-9))
-    return {phase: s if phase == _IN_EVERY_STAGE else share * max(0.0, s) for phase, s in excess.items()}
 
 
 def _waits_more(rank: int, ranks: Sequence[RankTimeline]) -> float:
@@ -310,26 +276,24 @@ class SlowRankWatch:
 
     Args:
         rank, size: of this process's world.
-        stages: see `slowest`.
         store: of torch's default group.
+        name: of the world, in keys of the store.
 
     Attributes:
         last: the last comparison, on the first rank.
     """
 
-    def __init__(self, rank: int, size: int, stages: Sequence[Sequence[int]], store: Store) -> None:
-        self._rank, self._size, self._stages, self._store = rank, size, stages, store
+    def __init__(self, rank: int, size: int, store: Store, name: str = "") -> None:
+        self._rank, self._size, self._name = rank, size, name
         self._values = LatestValues(store)
-        self._due = _next_due()
-        self._early_s = 0.0  # by which the first rank may choose earlier, whose clock may be ahead
         self._samples: Counter[Sample] = Counter()
-        self._since = time.time(), waits_s()
-        self._published: tuple[int, int] | None = None
-        self._awaited_until: float | None = None
-        self._in_a_row: dict[str, int] = {}  # comparisons, by a rank or the address of a host
+        self._since = time.monotonic(), waits_s()
         self._links: list[Link] = []
+        self._asked: tuple[int, int] | None = None  # first and number of the steps
+        self._published: tuple[int, int] | None = None
+        self._look_at = self._next_at = self._until = 0.0
+        self._in_a_row: dict[str, int] = {}  # comparisons, by a rank or the address of a host
         self.last: SlowRank | None = None
-        self._postpone()
 
     def sample(self, phase: str, frame: FrameType | None) -> None:
         """Record where the main thread is in a phase."""
@@ -337,72 +301,60 @@ class SlowRankWatch:
         if place and "/torch/distributed/" not in place[-1][0]:
             self._samples[Sample(phase, place, is_blocked(os.getpid()))] += 1
 
-    def is_due(self) -> bool:
-        """Return True if this rank shall publish its steps: the first one has chosen some, or is the one to choose."""
-        now = time.time()
-        if self._rank == 0 or now < self._due - self._early_s:
-            return now >= self._due
-        if self._chosen_by_first() is not None:
-            return True
-        if now > self._due + _PATIENCE_S:
-            self._due = _next_due()
-        return False
-
-    def publish(self, marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun]) -> None:
-        """Publish the steps that the first rank has chosen, once `is_due`.
+    def look(self, marks: Sequence[tuple[int, int, str]], calls: Callable[[], Sequence[Begun]]) -> None:
+        """Take part in comparisons; to be called several times a second.
 
         Args:
             marks: time in nanoseconds, step and phase.
-            calls: the last collectives, with nanoseconds.
+            calls: returns the last collectives, with nanoseconds.
         """
-        chosen = newest_steps(marks, calls, self._size) if self._rank == 0 else self._chosen_by_first()
-        (began, waited), (now, waits) = self._since, (time.time(), waits_s())
+        now = time.monotonic()
+        if self._rank == 0 and now > self._until:  # training has paused or ended, or a rank has no record of the steps
+            self._asked = None
+        if now >= self._look_at:
+            if self._rank > 0:
+                self._look_at = now + PERIOD_S / 10
+                for text in self._values.get([self._key("asked")]):
+                    first, number = json.loads(text)
+                    self._asked = first, number
+            elif self._asked is None:
+                self._ask(list(marks), calls(), now)
+            elif self._asked == self._published:
+                self._compare(now)
+        if self._asked is not None and self._asked != self._published and marks[-1][1] > sum(self._asked):
+            self._publish(self._asked, list(marks), calls())
+
+    def _ask(self, marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun], now: float) -> None:
+        """Ask all ranks for some steps to come, on the first one."""
+        self._look_at = self._next_at = now + PERIOD_S
+        if (chosen := steps_to_come(marks, calls, self._size)) is not None:
+            first, number, seconds = chosen
+            self._asked = first, number
+            self._values.set(self._key("asked"), json.dumps(self._asked))
+            self._look_at, self._until = now, now + PERIOD_S + 3 * seconds
+
+    def _publish(self, asked: tuple[int, int], marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun]) -> None:
+        """Publish the steps that the first rank has asked for, if they are recorded."""
+        (began, waited), (now, waits) = self._since, (time.monotonic(), waits_s())
         longest_s = max((s - waited.get(thread, 0.0) for thread, s in waits.items()), default=0.0)
         waiting, places = longest_s / max(now - began, 1e-9), _most_frequent(self._samples)
-        found = timeline(*chosen, marks, calls, waiting=waiting, places=places) if chosen else None
-        if chosen and found is None:  # its record has dropped them by now
-            self._early_s = LARGEST_CLOCK_OFFSET_S
-        is_new = found is not None and found.steps != self._published
-        if found is not None and is_new:
-            self._published = found.steps
-            links = own_links()
-            found = replace(found, links=since(self._links, links))
-            self._links = links
-            self._values.set(f"slow/{self._rank}", found.encode())
-            if self._rank == 0:
-                self._store.set("slow/chosen", json.dumps((self._due, *found.steps)))
-                self._awaited_until = time.monotonic() + _PATIENCE_S
-        self._due, self._since = _next_due(max(0.0, self._due + 1.0 - now)), (now, waits)
+        found = timeline(*asked, marks, calls, waiting=waiting, places=places)
+        self._published, self._since = asked, (now, waits)
         self._samples.clear()
-        if not is_new:
-            self._postpone()
+        if found is not None:
+            links = own_links()
+            self._values.set(self._key(self._rank), replace(found, links=since(self._links, links)).encode())
+            self._links = links
 
-    def _postpone(self) -> None:
-        """Let no other rank ask for steps before the first one chooses some again."""
-        if self._rank == 0:
-            self._store.set("slow/chosen", json.dumps((self._due, 0, 0)))
-
-    def _chosen_by_first(self) -> tuple[int, int] | None:
-        if not self._store.check(["slow/chosen"]):
-            return None
-        due, first, number = json.loads(self._store.get("slow/chosen"))
-        if number == 0:
-            self._due = max(self._due, due)
-        return (first, number) if due == self._due and number > 0 else None
-
-    def compare(self) -> None:
+    def _compare(self, now: float) -> None:
         """Compare the ranks, on the first one, once all have published the same steps."""
-        if self._awaited_until is None:
-            return
+        self._look_at = now + _AGAIN_S
         began = time.perf_counter()
-        keys = [f"slow/{rank}" for rank in range(self._size)]
+        keys = [self._key(rank) for rank in range(self._size)]
         found = [RankTimeline.decode(text) for text in self._values.get(keys)]
-        if not found or any(each.steps != found[0].steps for each in found):
-            if time.monotonic() > self._awaited_until:
-                self._awaited_until = None
+        if not found or any(each.steps != self._asked for each in found):
             return
-        self._awaited_until = None
-        self.last = slowest(found, self._stages)
+        self.last = slowest(found)
         host, lines = slowest_host([each.links for each in found]), {}
         if host is not None and (cost := cost_of(host, found[0], self.last.step_s)):
             lines[host.address] = f"slow: {host}{cost}"
@@ -412,41 +364,49 @@ class SlowRankWatch:
         for each, line in lines.items():
             if self._in_a_row[each] % _WINDOWS == 0:
                 write_to_terminal(line)
-        self._due = _next_due((time.perf_counter() - began) / _MOST_SHARE)
-        self._postpone()
+        self._asked = None
+        self._look_at = max(self._next_at, now + (time.perf_counter() - began) / _MOST_SHARE)
+
+    def _key(self, what: object) -> str:
+        return f"slow/{self._name}/{what}"
 
 
 def cost_of(host: SlowHost, rank: RankTimeline, step_s: float) -> str:
     """Return in words what a slow link costs a step where nothing hides it; "" if that is too little to name it."""
-    number = sum(0.5 if call.is_bubble else 1 for call in rank.calls) / rank.steps[1]
-    cost_s = number * (host.rtt_s - host.usual_rtt_s) / 2
+    cost_s = len(rank.calls) / rank.steps[1] * (host.rtt_s - host.usual_rtt_s) / 2
     if cost_s > (SLOW_RATIO - 1) * step_s:
         return f"; up to {1e3 * cost_s:.0f} ms of a step of {1e3 * step_s:.0f} ms"
     return "; packets are lost" if host.loses else ""
 
 
-def newest_steps(marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun], size: int) -> tuple[int, int] | None:
-    """Return the first and the number of the last steps that every rank has ended and has in its record, which has room
-    for so many collectives; None if there are none.
+def steps_to_come(
+    marks: Sequence[tuple[int, int, str]], calls: Sequence[Begun], size: int
+) -> tuple[int, int, float] | None:
+    """Return the first and the number of steps that every rank will know of in time, and have in its record when they
+    have ended, which has room for so many collectives; and the seconds until then. None if there are none.
 
     Args:
-        marks, calls: see `SlowRankWatch.publish`.
+        marks, calls: see `SlowRankWatch.look`.
         size: number of ranks.
     """
     known = [marks[index] for index in _begins(marks) if calls and marks[index][0] >= calls[0].at]
-    holes = (at for at in range(1, len(known)) if known[at][1] != known[at - 1][1] + 1)  # validations lie there
-    begins = known[max(holes, default=0) :]
-    affordable = max(1, _MOST_CALLS * len(known) // (size * max(1, len(calls))))
-    number = min(_MOST_STEPS, affordable, len(begins) - 2 - _AHEAD)  # others may not have begun the last step
-    return (begins[-2][1] - number, number) if number > 0 else None
+    if len(known) < 2:
+        return None
+    step_s = (known[-1][0] - known[0][0]) / 1e9 / (len(known) - 1)
+    recorded = len(known) - 1 - _AHEAD - math.ceil(_AHEAD_S / step_s)
+    affordable = max(1, _MOST_CALLS * len(known) // (size * len(calls)))
+    number = min(_MOST_STEPS, recorded, affordable, max(1, round(PERIOD_S / 2 / step_s)))
+    until_known = 1 + math.ceil(PERIOD_S / 5 / step_s)
+    return (known[-1][1] + until_known, number, (until_known + number) * step_s) if number > 0 else None
 
 
 def _begins(marks: Sequence[tuple[int, int, str]]) -> list[int]:
-    return [
-        index
-        for index, (_, step, phase) in enumerate(marks)
-        if phase == _BEGIN_OF_STEP and (index == 0 or marks[index - 1][1] != step)
-    ]
+    """Return the indices of marks that begin a step, of its first micro-batch."""
+    found: list[int] = []
+    for index, (_, step, phase) in enumerate(marks):
+        if phase == _BEGIN_OF_STEP and (not found or marks[found[-1]][1] != step):
+            found.append(index)
+    return found
 
 
 def timeline(
@@ -480,11 +440,6 @@ def timeline(
         waiting=waiting,
         places=places,
     )
-
-
-def _next_due(after_s: float = 0.0) -> float:
-    """Return the next time that all ranks have in common, in some seconds or later."""
-    return ((time.time() + after_s) // PERIOD_S + 1) * PERIOD_S
 
 
 def _place(frame: FrameType | None) -> Place:
