@@ -25,7 +25,7 @@ import time
 import traceback
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -40,7 +40,7 @@ from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.files import machine_folder
 from moe_lightning.parallel.context import LatestValues, World, common_store
 from moe_lightning.strategies import process_stacks
-from moe_lightning.strategies.process_stacks import Process, Seen, is_users, place_of, relative
+from moe_lightning.strategies.process_stacks import Process, Seen, place_of, relative
 from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, StepPhase
 from moe_lightning.user_errors import ALARMS
 
@@ -49,16 +49,12 @@ _ASK_S = 0.5  # between two requests to the store, of a rank that has published
 _GRACE_S = 1.5
 """Time that ranks have to publish after the first one."""
 
-_ROUNDS = 4
-"""Requests after which nobody looks at a process any more."""
-
 _LATE_FACTOR = 5
 """Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
 
 _MOST_CALLS, _MOST_MARKS = 256, 2048
 _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
 _COLLECTIVES = "/torch/distributed/"
-_TRAINER = "/lightning/pytorch/"
 _LOADER = "/torch/utils/data/dataloader.py"
 _SAME_SIZES = {"all_reduce", "broadcast", "all_gather", "_all_gather_base", "_allgather_base"}
 """Operations to which all ranks give tensors of one size."""
@@ -103,7 +99,6 @@ class Standstill:
         step, phase: of training.
         place: of its main thread, see `place_of`.
         is_compiling: the main thread is in a compiler of torch or Triton.
-        is_in_users_code: the Trainer has called code of the user, or waits for a data loader.
         in_collective: the main thread waits in a collective.
         calls: the last collectives.
         stacks: of all threads.
@@ -115,7 +110,6 @@ class Standstill:
     step: int = 0
     phase: str = ""
     is_compiling: bool = False
-    is_in_users_code: bool = False
     in_collective: bool = False
     calls: Sequence[Call] = ()
     stacks: str = ""
@@ -169,7 +163,6 @@ _APART = (
     "probably made on some of them only, or in another order"
 )
 
-_ALONE = "it waits for no other rank"
 _NETWORK = "all ranks have come to it, so look at the network between them"
 
 
@@ -204,8 +197,6 @@ class Hang:
         """Return who waits for whom, where these are, and if the order of collectives differs; empty if nothing is
         certain.
         """
-        if len(self.ranks) == 1 and not self.silent:
-            return [f"no step for {self.seconds:.0f} s: the only rank does not come back", self._places([0]), _ALONE]
         late, stalled = self.culprits, sorted(self.ranks)
         waiting = [rank for rank in stalled if rank not in late]
         different = {} if self.silent else first_difference(self.ranks)
@@ -301,21 +292,14 @@ class HangWatch:
         """
         self.end()
         store = common_store()
-        if self._limit_s is None:
-            return
         self._batches, self._ended, self._slow = 0, threading.Event(), None
-        reports = machine_folder(folder) / "hangs"
-        if store is None or not world.is_connected:
-            process_stacks.show_stacks()  # of the workers of loaders
-            self._start(self._watch_alone, self._limit_s, self._ended, reports)
+        if self._limit_s is None or store is None or not world.is_connected:
             return
         watched = _Watched(world, store)
         if world.shape.pp == 1:
             self._slow = SlowRankWatch(world.rank, world.size, store, str(world.generation))
-        self._start(self._run, watched, self._limit_s, self._ended, reports)
-
-    def _start(self, watch: Callable[..., None], *arguments: Any) -> None:
-        self._thread = threading.Thread(target=watch, args=arguments, name="hang-watch", daemon=True)
+        arguments = watched, self._limit_s, self._ended, machine_folder(folder) / "hangs"
+        self._thread = threading.Thread(target=self._run, args=arguments, name="hang-watch", daemon=True)
         self._thread.start()
 
     @property
@@ -354,32 +338,18 @@ class HangWatch:
                 published_at = now
             if now - asked_at < min(_ASK_S, limit_s / 5):
                 continue
-            asked_at = now
-            watched.answer()
+            asked_at, graces = now, (now - published_at) / _GRACE_S
+            if graces >= 1:
+                watched.look_beside()
             if is_done or not watched.is_reporter():
                 continue
             is_late = waited_s >= limit_s * _LATE_FACTOR
-            hang = watched.read(waited_s, has_waited=now - published_at >= _GRACE_S, is_late=is_late)
+            hang = watched.read(waited_s, graces=graces, is_late=is_late)
             if hang is None or (hang.is_compiling and not is_late):
                 continue
             is_done = is_late or bool(hang.lines())
             if hang.lines():
                 _report(hang, reports)
-
-    def _watch_alone(self, limit_s: float, ended: threading.Event, reports: Path) -> None:
-        """Report a rank that has no others if it does not come back from the user's code, or from a data loader."""
-        clock, batches, since, is_done = ProcessClock(), self._batches, 0.0, False
-        while not ended.wait(min(_LOOK_S, limit_s / 5)):
-            now = clock.tick()
-            if self._batches != batches:
-                batches, since, is_done = self._batches, now, False
-            is_late = now - since >= limit_s * _LATE_FACTOR
-            if is_done or now - since < limit_s or not (is_late or batches > 1):
-                continue
-            own = self._standstill(None, {})
-            if own.is_in_users_code and (is_late or not own.is_compiling):
-                is_done = True
-                _report(Hang(seconds=now - since, ranks={0: own}, is_late=is_late), reports)
 
     def _look_for_slow_ranks(self, watched: _Watched) -> None:
         if self._slow is None or not self._marks:
@@ -387,15 +357,13 @@ class HangWatch:
         self._slow.sample(self._marks[-1][2], _main_frame())
         self._slow.look(self._marks, watched.begun)
 
-    def _standstill(self, watched: _Watched | None, counts: Mapping[str, int]) -> Standstill:
+    def _standstill(self, watched: _Watched, counts: Mapping[str, int]) -> Standstill:
         frame = _main_frame()
         frames = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         marks = list(self._marks) or [(0, 0, "setup")]
         times = [at for at, _, _ in marks]
         calls = []
-        recorded = [] if watched is None else private_torch.recorded_collectives(watched.since_ns)
-        for entry in recorded[-_MOST_CALLS:]:
-            assert watched is not None
+        for entry in private_torch.recorded_collectives(watched.since_ns)[-_MOST_CALLS:]:
             _, step, phase = marks[max(0, bisect(times, entry["time_created_ns"]) - 1)]
             calls.append(
                 Call(
@@ -408,29 +376,21 @@ class HangWatch:
                     phase=phase,
                 )
             )
-        waits_for_loader = any(_LOADER in f.filename for f in frames)
         return Standstill(
             counts=counts,
             place=place_of(frames),
             step=marks[-1][1],
             phase=marks[-1][2],
             is_compiling=_compiles(frames),
-            is_in_users_code=waits_for_loader or _is_below_lightning(frames),
             in_collective=bool(frames) and (_COLLECTIVES in frames[-1].filename or any(not c.is_done for c in calls)),
             calls=calls,
             stacks=_own_stacks(),
-            workers=_workers() if waits_for_loader else {},
+            workers=_workers() if any(_LOADER in f.filename for f in frames) else {},
         )
 
 
 def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _is_below_lightning(frames: Sequence[traceback.FrameSummary]) -> bool:
-    """Return True if the Trainer has called code of the user that has not returned."""
-    trainer = next((n for n, frame in enumerate(frames) if _TRAINER in frame.filename), len(frames))
-    return any(is_users(frame.filename) for frame in frames[trainer:])
 
 
 def _own_stacks() -> str:
@@ -478,11 +438,6 @@ class _Sign(NamedTuple):
     number: int
     is_stalled: bool
 
-    @property
-    def host(self) -> str:
-        """Machine of the process; "" where it cannot be looked at."""
-        return "" if self.process is None else str(self.process["host"])
-
 
 class _Watched:
     """Process groups of a world, and the keys that its ranks share.
@@ -493,7 +448,7 @@ class _Watched:
     """
 
     def __init__(self, world: World, store: Store) -> None:
-        self._size, self._rank, self._store = world.size, world.rank, store
+        self._size, self._rank, self._store, self._beside = world.size, world.rank, store, world.node_peers
         self._values = LatestValues(store)
         self._watch = store.add(f"hang/watches/{world.rank}", 1)  # all ranks begin as often; the store outlives them
         between_stages = world.group("pp")  # which sends and receives: its ends count apart
@@ -508,9 +463,8 @@ class _Watched:
         self.process = process_stacks.show_stacks()
         self._number = 0
         self._read: dict[tuple[int, int], Standstill] = {}
-        self._rounds = 0  # of waiting for what other ranks see
+        self._seen: set[int] = set()  # ranks that this one has looked at in this standstill
         self._sign(is_stalled=False)
-        self._store.set(self._key("asked", world.rank), "")
         if world.rank == 0:
             self._store.set(self._key("reporter"), "")
 
@@ -545,7 +499,9 @@ class _Watched:
         """Publish that this rank has made progress; another one may report the next hang."""
         self._sign(is_stalled=False)
         self._read.clear()
-        self._rounds = 0
+        for rank in self._seen:
+            self._store.set(self._key("seen", rank), "")
+        self._seen.clear()
         if self.is_reporter():
             self._store.set(self._key("reporter"), "")
 
@@ -553,36 +509,43 @@ class _Watched:
         """True if no rank has been in standstill for longer."""
         return self._store.compare_set(self._key("reporter"), "", str(self._rank)) == str(self._rank).encode()
 
-    def answer(self) -> None:
-        """Look at processes of this machine that the reporter cannot see."""
-        if text := self._store.get(self._key("asked", self._rank)):
-            for key, process in json.loads(text).items():
-                self._store.set(key, json.dumps(asdict(process_stacks.look_at(Process(**process)))))
-            self._store.set(self._key("asked", self._rank), "")
+    def look_beside(self) -> None:
+        """Look at the processes of this machine whose ranks have not published, on the first rank of it that has."""
+        signs = self._signs(self._beside)
+        stalled = [rank for rank, sign in signs.items() if sign.is_stalled]
+        if self._rank != min(stalled, default=None):
+            return
+        for rank in signs.keys() - {*stalled, *self._seen}:
+            process = signs[rank].process
+            if process is not None and self.process is not None and process["host"] == self.process.host:
+                seen = process_stacks.look_at(Process(**process))
+                self._store.set(self._key("seen", rank), json.dumps(asdict(seen)))
+                self._seen.add(rank)
 
-    def read(self, seconds: float, *, has_waited: bool, is_late: bool) -> Hang | None:
+    def _signs(self, ranks: Sequence[int]) -> dict[int, _Sign]:
+        """Return the signs of those of these ranks that have given one."""
+        keys = {rank: self._key("sign", rank) for rank in ranks}
+        return {
+            rank: _Sign(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
+        }
+
+    def read(self, seconds: float, *, graces: float, is_late: bool) -> Hang | None:
         """Return the hang as the reporter sees it; None if ranks have made progress, or may still publish.
 
         Args:
-            has_waited: those that have not published will not.
+            graces: times that ranks have had to publish: after one those that have not will not, after two nobody
+                will look at their processes.
         """
-        signs = {
-            rank: _Sign(*json.loads(self._store.get(key)))
-            for rank in range(self._size)
-            if self._store.check([key := self._key("sign", rank)])
-        }
+        signs = self._signs(range(self._size))
         ranks: dict[int, Standstill] = {}
         for rank, sign in signs.items():
             if sign.is_stalled and (standstill := self._standstill(rank, sign.number)) is not None:
                 ranks[rank] = standstill
         others = set(range(self._size)) - ranks.keys()
-        if others and (not has_waited or (not is_late and any(signs[r].number for r in others & signs.keys()))):
+        if others and (graces < 1 or (not is_late and any(signs[r].number for r in others & signs.keys()))):
             return None
-        if others and self._rounds == 0:
-            self._ask(others, signs, ranks)
-        seen = {rank: self._answer_about(rank) for rank in sorted(others)}
-        self._rounds += 1
-        if None in seen.values() and self._rounds < _ROUNDS:
+        seen = {rank: self._seen_of(rank) for rank in sorted(others)}
+        if None in seen.values() and graces < 2:
             return None
         return Hang(seconds=seconds, ranks=ranks, silent=seen, is_late=is_late)
 
@@ -594,19 +557,11 @@ class _Watched:
                 self._read[rank, number] = Standstill(**values | {"calls": [Call(*call) for call in values["calls"]]})
         return self._read.get((rank, number))
 
-    def _ask(self, silent: set[int], signs: Mapping[int, _Sign], ranks: Collection[int]) -> None:
-        """Ask a rank of each machine to look at the processes of its silent ranks."""
-        beside = {signs[rank].host: rank for rank in sorted(ranks, reverse=True)}
-        asked: dict[int, dict[str, Any]] = {}
-        for rank in silent & signs.keys():
-            if signs[rank].host and (helper := beside.get(signs[rank].host)) is not None:
-                asked.setdefault(helper, {})[self._key("seen", self._rank, self._number, rank)] = signs[rank].process
-        for helper, processes in asked.items():
-            self._store.set(self._key("asked", helper), json.dumps(processes))
-
-    def _answer_about(self, rank: int) -> Seen | None:
-        key = self._key("seen", self._rank, self._number, rank)
-        return Seen(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+    def _seen_of(self, rank: int) -> Seen | None:
+        """Return what a rank of the same machine has seen of a silent one's process; None: nothing."""
+        key = self._key("seen", rank)
+        text = self._store.get(key) if self._store.check([key]) else b""
+        return Seen(**json.loads(text)) if text else None
 
     def _sign(self, *, is_stalled: bool) -> None:
         process = None if self.process is None else asdict(self.process)

@@ -240,29 +240,6 @@ def test_collectives_in_another_order_are_named() -> None:
     assert "or in another order" in order
 
 
-class Alone(Case):
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == AT:
-            Path("since-0").write_text(str(time.time()))
-            reported()
-
-
-def test_a_loop_of_the_only_rank_is_reported() -> None:
-    who, where, order, text = report_of(1, Alone)
-    assert who.startswith("no step for ")
-    assert who.endswith(" s: the only rank does not come back")
-    assert WAITING.search(where)
-    assert order.startswith("it waits for no other rank; stacks and ")
-    assert " in on_train_batch_start\n" in text
-
-
-def test_a_user_is_named_only_where_the_trainer_has_called_him() -> None:
-    trainer = traceback.FrameSummary(pl.__file__.replace("__init__", "trainer/trainer"), 1, "fit")
-    own = traceback.FrameSummary("/home/user/train.py", 1, "main")
-    assert not hangs._is_below_lightning([own, trainer])
-    assert hangs._is_below_lightning([own, trainer, own])
-
-
 class OnOneRank(Case):
     """Does on rank 1 what every rank must do."""
 
@@ -312,9 +289,9 @@ def waiting(group: str, **counts: int) -> Standstill:
 def test_nothing_is_read_of_another_watch_with_the_same_store() -> None:
     world, store = World.single(), dist.HashStore()  # type: ignore[attr-defined]
     first = _Watched(world, store)
-    store.set(first._key("seen", 0, 0, 0), json.dumps(asdict(Seen(state="is stopped"))))
-    assert first._answer_about(0) is not None
-    assert _Watched(world, store)._answer_about(0) is None
+    store.set(first._key("seen", 0), json.dumps(asdict(Seen(state="is stopped"))))
+    assert first._seen_of(0) is not None
+    assert _Watched(world, store)._seen_of(0) is None
 
 
 @pytest.mark.parametrize("is_file", [False, True])
@@ -336,9 +313,9 @@ def test_a_standstill_that_is_not_shown_yet_is_waited_for(tmp_path: Path) -> Non
     watched.publish(at())
     (file,) = tmp_path.glob("*standstill*")
     hidden = file.rename(tmp_path / "hidden")
-    assert watched.read(60, has_waited=False, is_late=False) is None
+    assert watched.read(60, graces=0.0, is_late=False) is None
     hidden.rename(file)
-    hang = watched.read(60, has_waited=False, is_late=False)
+    hang = watched.read(60, graces=0.0, is_late=False)
     assert hang.ranks[0].place == at().place
 
 
