@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from moe_lightning.compat import private_torch
+from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import replacing
@@ -49,8 +49,7 @@ from moe_lightning.strategies.worlds import ExpertParallelCallback
 class RoutingRecorder(Callback):
     """Writes an .npz with `counts` [samples, layers, ranks, experts], the assignments of every sampled step before any
     drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. In a
-    pipeline it has the layers of all stages, and the ranks of one. Under manual optimization a sample has all batches
-    up to an update, and the number of its first optimizer step.
+    pipeline it has the layers of all stages, and the ranks of one.
 
     In an elastic run every rank keeps the samples in host memory, since any may be rank 0 after a fault: 4 bytes for
     each of the counts.
@@ -63,8 +62,8 @@ class RoutingRecorder(Callback):
         every_n_steps: steps between two samples.
 
     Raises:
-        ConfigurationError: every_n_steps below 1; when training starts: layers with different numbers of experts, or a
-            resumed run whose file was recorded with other layers, ranks or experts.
+        ConfigurationError: every_n_steps below 1; when training starts: manual optimization, layers with different
+            numbers of experts, or a resumed run whose file was recorded with other layers, ranks or experts.
     """
 
     def __init__(self, path: str, every_n_steps: PositiveInt = 10) -> None:
@@ -73,10 +72,14 @@ class RoutingRecorder(Callback):
         self._samples: dict[int, NDArray[np.integer[Any]]] = {}  # by iteration, ascending
         self._running: NDArray[np.int64] | None = None
         self._is_recording = False
-        self._begun, self._before = 0, -1  # steps that were done when this step began, and when the one before did
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise ConfigurationError(
+                "RoutingRecorder counts steps, whose batches manual optimization does not state: use automatic "
+                "optimization, or drop the callback"
+            )
         stages = stages_of(trainer)
         layers = stages.layers
         experts = {layer.num_experts for layer in layers}
@@ -86,7 +89,6 @@ class RoutingRecorder(Callback):
                 "give them equally many"
             )
         self._running = None
-        self._begun, self._before = trainer.global_step, trainer.global_step - _steps_of_a_batch(trainer)
         shape = (len(layers), stages.num_ranks, experts.pop())
         if self._is_recording:
             self._keep_samples(trainer.global_step, shape)
@@ -114,15 +116,11 @@ class RoutingRecorder(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        begun, end, update = self._begun, trainer.global_step, getattr(trainer.strategy, "update", None)
-        if update is not None and update.gradients.are_uncounted:
-            end = begun + 1
-        is_due = begun // self._every > self._before // self._every
-        if end > begun:
-            self._begun, self._before = end, begun
+        is_last = not private_lightning.is_accumulating(trainer)
+        begun = trainer.global_step - is_last  # steps that were done before this one
         stages, worlds = stages_of(trainer), getattr(trainer.strategy, "worlds", None)
         keeps = trainer.is_global_zero or (worlds is not None and worlds.is_elastic)
-        if not is_due or not (keeps or stages.num_stages > 1):
+        if begun % self._every or not (keeps or stages.num_stages > 1):
             return
         layers = moe_layers(pl_module)
         if any(layer.statistics is None for layer in layers):  # left to run by a fault, which has dropped them
@@ -132,7 +130,7 @@ class RoutingRecorder(Callback):
         if not keeps:
             return
         self._running = counts if self._running is None else self._running + counts
-        if end > begun:
+        if is_last:
             self._samples[begun + 1] = self._running.astype(np.uint32)
             self._running = None
 
@@ -154,12 +152,6 @@ class RoutingRecorder(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._path) as staged, open(staged, "wb") as file:
             np.savez_compressed(file, counts=counts.astype(dtype), iteration=iterations)
-
-
-def _steps_of_a_batch(trainer: pl.Trainer) -> int:
-    """Optimizer steps of each batch up to now: under manual optimization it may have several."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-    return max(1, trainer.global_step // max(1, int(batches.total.processed)))
 
 
 def _counts(layers: Sequence[MoELayer], stages: StageMap) -> NDArray[np.int64]:

@@ -24,20 +24,20 @@ from moe_lightning.moe.router import ChoiceHooks
 from moe_lightning.strategies.stages import StageCut
 from tests.distributed.training import TINY
 
+AUTOMATIC: Any = SimpleNamespace(automatic_optimization=True)
 
-def trainer_of(step: int, num_ranks: int, steps_of_a_batch: int = 1) -> Any:
-    total = SimpleNamespace(processed=step // steps_of_a_batch)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(total=total)))
+
+def trainer_of(step: int, num_ranks: int) -> Any:
     layers = [SimpleNamespace(num_experts=4)]
     stages = SimpleNamespace(layers=layers, num_ranks=num_ranks, own=list)
     strategy = SimpleNamespace(state=SimpleNamespace(stages=stages), worlds=SimpleNamespace(is_elastic=True))
-    return SimpleNamespace(global_step=step, strategy=strategy, is_global_zero=True, fit_loop=loop)
+    return SimpleNamespace(global_step=step, strategy=strategy, is_global_zero=True)
 
 
 def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
     """But not the micro-batches of a step that is repeated."""
     recorder, path = RoutingRecorder(str(tmp_path / "routing.npz"), every_n_steps=1), tmp_path / "routing.npz"
-    module: Any = None
+    module = AUTOMATIC
     recorder.on_train_start(trainer_of(0, 2), module)
     recorder._samples = {step: np.full((1, 2, 4), step) for step in (1, 2, 3)}
     recorder._running = np.full((1, 2, 4), 100)
@@ -59,7 +59,7 @@ def test_a_recorder_keeps_the_samples_of_a_rank_that_becomes_the_first(
     monkeypatch.setattr(routing, "moe_layers", lambda _: [])
     monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
     recorder, path = RoutingRecorder(str(tmp_path / "r.npz"), every_n_steps=1), tmp_path / "r.npz"
-    module: Any = None
+    module = AUTOMATIC
     trainer = trainer_of(0, 2)
     trainer.is_global_zero, trainer.strategy.state.stages.num_stages = False, 1
     recorder.on_train_start(trainer, module)
@@ -73,56 +73,26 @@ def test_a_recorder_keeps_the_samples_of_a_rank_that_becomes_the_first(
         assert archive["iteration"].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "iterations", "batches"),
-    [
-        ([2 * batch for batch in range(1, 21)], 10, [1, 11, 21, 31], 1),  # of two optimizers
-        ([2 * batch for batch in range(1, 11)], 5, [1, 7, 11, 17], 1),
-        ([batch // 4 for batch in range(1, 13)], 1, [1, 2, 3], 4),  # accumulated by hand
-        ([batch // 4 for batch in range(1, 13)], 2, [1, 3], 4),
-    ],
-)
-def test_a_sample_is_of_the_batches_between_two_updates(
-    monkeypatch: pytest.MonkeyPatch, steps: list[int], every: int, iterations: list[int], batches: int
+@pytest.mark.parametrize(("every", "iterations"), [(1, [1, 2, 3]), (2, [1, 3])])
+def test_a_sample_is_of_all_micro_batches_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, every: int, iterations: list[int]
 ) -> None:
-    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)  # as under manual optimization
+    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: batch % 4 < 3)
     monkeypatch.setattr(routing, "moe_layers", lambda _: [])
     monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
-    recorder, trainer, module = RoutingRecorder("r.npz", every_n_steps=every), trainer_of(0, 2), Any
-    recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
-    for trainer.global_step in steps:
-        recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+    recorder, trainer = RoutingRecorder("r.npz", every_n_steps=every), trainer_of(0, 2)
+    recorder.on_train_start(trainer, AUTOMATIC)
+    for batch in range(12):
+        trainer.global_step = (batch + 1) // 4
+        recorder.on_train_batch_end(trainer, AUTOMATIC)
     assert list(recorder._samples) == iterations
-    assert all((sample == batches).all() for sample in recorder._samples.values())
+    assert all((sample == 4).all() for sample in recorder._samples.values())
 
 
-@pytest.mark.parametrize("resumed_at", [9, 12, 15])
-def test_a_resumed_run_has_the_samples_of_batches_with_several_steps(
-    monkeypatch: pytest.MonkeyPatch, resumed_at: int
-) -> None:
-    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
-    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
-    samples: list[int] = []
-    for steps in (range(0, resumed_at, 3), range(resumed_at, 30, 3)):
-        recorder, trainer, module = RoutingRecorder("r.npz"), trainer_of(steps[0], 2, steps_of_a_batch=3), Any
-        recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
-        for begun in steps:
-            trainer.global_step = begun + 3
-            recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
-        samples += recorder._samples
-    assert samples == [1, 13, 22]
-
-
-def test_updates_past_lightning_are_steps_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)
-    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
-    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
-    recorder, trainer, module = RoutingRecorder("r.npz", every_n_steps=2), trainer_of(0, 2), Any
-    trainer.strategy.update = SimpleNamespace(gradients=SimpleNamespace(are_uncounted=True))
-    recorder.on_train_start(trainer, module)  # type: ignore[arg-type]
-    for _ in range(4):
-        recorder.on_train_batch_end(trainer, module)  # type: ignore[arg-type]
-    assert list(recorder._samples) == [1, 3]
+def test_a_recorder_refuses_manual_optimization() -> None:
+    module: Any = SimpleNamespace(automatic_optimization=False)
+    with pytest.raises(ConfigurationError, match="RoutingRecorder counts steps, whose batches manual optimization"):
+        RoutingRecorder("r.npz").on_train_start(trainer_of(0, 2), module)
 
 
 def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
