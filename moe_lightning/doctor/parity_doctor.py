@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 from annotated_types import Interval
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from typing_extensions import override
 
 from moe_lightning.compat import private_torch
@@ -26,7 +25,6 @@ from moe_lightning.doctor.reference import (
     follow,
     one_process_loader,
     pristine_copy,
-    scaler_of,
     without_dropout,
 )
 from moe_lightning.errors import ConfigurationError, ParityError
@@ -210,7 +208,8 @@ class ParityDoctor(Recorder):
 
     Raises:
         ConfigurationError: steps below 1, a tolerance outside its range; when training starts: a strategy of another
-            kind, a run that changes its ranks or was resumed, or a loader that cannot be read in one process.
+            kind, precision=16-mixed, a run that changes its ranks or was resumed, or a loader that cannot be read in
+            one process.
         ParityError: on every rank, the runs part.
     """
 
@@ -226,7 +225,6 @@ class ParityDoctor(Recorder):
         self._undo: list[Callable[[], None]] = []  # what restores the dropout and the least training
         self._is_own = False
         self._read_back: ReadBack | None = None
-        self._scaler: GradScaler | None = None
 
     # ------------------------------------------------------------------ before
 
@@ -252,7 +250,7 @@ class ParityDoctor(Recorder):
         self._undo = [*without.values(), partial(_set_least, trainer, loop.min_epochs, loop.epoch_loop.min_steps)]
         self._remarks = [f"torch's dropout is off ({', '.join(without)}): each rank draws its own"] if without else []
         self.begin(trainer, pl_module)
-        self._read_back, self._scaler = ReadBack(trainer), scaler_of(trainer)
+        self._read_back = ReadBack(trainer)
 
     # ------------------------------------------------------------------ steps
 
@@ -343,7 +341,7 @@ class ParityDoctor(Recorder):
         without_dropout(self._copy)
         notes, tolerance = self.notes, self.tolerance
         data = self._loader if self._is_own else Batches(self._batches)
-        alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance, self._scaler)
+        alone = follow(trainer, self._copy, self._states[: len(notes)], data, tolerance)
         return compare([merged(step) for step in notes], [merged(step) for step in alone], tolerance)
 
 
@@ -378,6 +376,10 @@ def _require_comparable(trainer: pl.Trainer) -> None:
         raise ConfigurationError(
             f"ParityDoctor cannot read whole tensors under {type(strategy).__name__}: use ExpertParallelStrategy, "
             "strategy='ddp' or one device"
+        )
+    if trainer.precision == "16-mixed":
+        raise ConfigurationError(
+            "ParityDoctor cannot repeat how 16-mixed scales losses: compare with precision=bf16-mixed or 32-true"
         )
     if isinstance(strategy, ExpertParallelStrategy) and strategy.worlds.is_elastic:
         raise ConfigurationError("ParityDoctor needs ranks that stay: set elastic.enabled=false for its run")

@@ -13,11 +13,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import IterableDataset
 from torchmetrics import Metric
 from typing_extensions import override
@@ -139,23 +137,12 @@ def one_process_loader(trainer: pl.Trainer) -> Any:
     return private_torch.tree_map(whole, trainer.train_dataloader)
 
 
-def scaler_of(trainer: pl.Trainer) -> GradScaler | None:
-    """Copy the gradient scaler of a run; None where it scales no loss."""
-    known = getattr(trainer.precision_plugin, "scaler", None)
-    if known is None or not known.is_enabled():
-        return None
-    scaler = GradScaler(trainer.strategy.root_device.type)
-    scaler.load_state_dict(known.state_dict())
-    return scaler
-
-
 def follow(
     trainer: pl.Trainer,
     module: pl.LightningModule,
     states: States,
     data: Any,
     tolerance: float,
-    scaler: GradScaler | None = None,
 ) -> list[list[dict[str, Any]]]:
     """The notes of one process that takes the steps of a run.
 
@@ -163,7 +150,6 @@ def follow(
         trainer: of the run.
         module: a pristine copy of its module.
         data: loaders of what all ranks have computed.
-        scaler: as the run had it before its first step.
     """
     follower = _Follower(tolerance, states)
     strategy, micros = _strategy(trainer)
@@ -172,10 +158,6 @@ def follow(
         if isinstance(metric, Metric):
             metric.distributed_available_fn = lambda: False
     device = trainer.strategy.root_device.type
-    precision: dict[str, Any] = {"precision": trainer.precision, "plugins": [LightningEnvironment()]}
-    if scaler is not None:
-        own = MixedPrecision("16-mixed", device, scaler)
-        precision = {"plugins": [LightningEnvironment(), own]}
     with _alone():
         alone = _Trainer(
             strategy=strategy,
@@ -194,7 +176,8 @@ def follow(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **precision,
+            precision=trainer.precision,
+            plugins=[LightningEnvironment()],
         )
         alone.steps_of_run = trainer.estimated_stepping_batches
         alone.fit(module, train_dataloaders=data)

@@ -29,8 +29,8 @@ class Numbers(IterableDataset[int]):
         return iter(range(4))
 
 
-def trainer(strategy: Any, steps: int = 0) -> Any:
-    return SimpleNamespace(strategy=strategy, global_step=steps)
+def trainer(strategy: Any, steps: int = 0, precision: str = "32-true") -> Any:
+    return SimpleNamespace(strategy=strategy, global_step=steps, precision=precision)
 
 
 def elastic() -> Any:
@@ -43,6 +43,7 @@ def elastic() -> Any:
     ("running", "sentence"),
     [
         (trainer(FSDPStrategy()), "cannot read whole tensors under FSDPStrategy: use ExpertParallelStrategy"),
+        (trainer(DDPStrategy(), precision="16-mixed"), "cannot repeat how 16-mixed scales losses"),
         (trainer(elastic()), "elastic.enabled=false"),
         (trainer(DDPStrategy(), steps=7), "resumes after step 7: drop ckpt_path"),
     ],
