@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
+from moe_lightning.moe import nf4
 from moe_lightning.moe.adapters import AdapterConfig, add_adapters
-from moe_lightning.moe.experts import Experts, dequantise, quantise, quantised_grouped_mm
+from moe_lightning.moe.experts import Experts
+from moe_lightning.moe.nf4 import dequantise, quantise
 from moe_lightning.state.table import State
 from tests.distributed.training import TINY
 from tests.parameters import slow
@@ -33,7 +35,7 @@ def test_four_bits_are_the_nearest_of_sixteen_and_a_product_is_that_of_the_numbe
     assert torch.equal(again, codes[0]), "what was quantised is what it is"
 
     x_MD, counts_S = torch.randn(7, 32, requires_grad=True), torch.tensor([4, 0, 3])
-    out_MF = quantised_grouped_mm(x_MD, codes, scales, 24, counts_S)
+    out_MF = nf4.grouped_mm(x_MD, codes, scales, 24, counts_S)
     expected_MF = torch.cat([x_MD[:4] @ whole_SDF[0], x_MD[4:] @ whole_SDF[2]])
     torch.testing.assert_close(out_MF, expected_MF)
     grad = torch.randn_like(out_MF)

@@ -38,7 +38,7 @@ from moe_lightning.models.huggingface.families import OUR_ROUTER, SELECTION_BIAS
 from moe_lightning.models.huggingface.loading import SPECIAL_TOKENS, dense_tensors, known_tokens, transformers
 from moe_lightning.models.huggingface.weights import dtype_named, write_weights
 from moe_lightning.moe.adapters import AdapterConfig, is_adapter
-from moe_lightning.moe.experts import dequantise
+from moe_lightning.moe.nf4 import dequantise
 
 _DRAFTING = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys of configurations that count layers for multi-token prediction."""
