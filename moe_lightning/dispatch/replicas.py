@@ -3,8 +3,7 @@
 The flat gradient of an expert with m holders is split into m pieces. One exchange sends all copies of piece j to holder
 j, which adds them in rank order, so that replicas stay bit-identical (law L3); a second one sends the sum to the other
 holders. This is the bandwidth-optimal reduce-scatter and all-gather, for all experts of all layers in two collectives
-and without a process group per expert. Where two ranks hold an expert, exchanging whole copies moves as many bytes in
-one exchange; where that holds for all, or little is sent at all, each holder adds the copies itself.
+and without a process group per expert.
 
 Shapes: S slots of this rank, E experts of a layer.
 """
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -93,10 +91,6 @@ def stacked_states(parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> 
                 yield optimizer, name, value
 
 
-_LITTLE_BYTES = 16 << 10
-"""What a rank may send more to save an exchange."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
     """This rank's view of one replicated row of one parameter."""
@@ -106,14 +100,11 @@ class _Piece:
     holders: tuple[int, ...]
     bounds: tuple[int, ...]
 
-    def flat(self) -> Tensor:
-        assert self.parameter.grad is not None
-        return self.parameter.grad[self.slot].view(-1)
-
     def part(self, holder: int) -> Tensor:
         """The piece of the gradient that this holder sums."""
+        assert self.parameter.grad is not None
         index = self.holders.index(holder)
-        return self.flat()[self.bounds[index] : self.bounds[index + 1]]
+        return self.parameter.grad[self.slot].view(-1)[self.bounds[index] : self.bounds[index + 1]]
 
 
 class ReplicaSum:
@@ -130,7 +121,6 @@ class ReplicaSum:
         self._pieces = [piece for stack in stacks for piece in _replicated_rows(stack)]
         # On any rank, so that all ranks call the exchanges or none does.
         self._has_replicas = any(stack.placement.is_replicated for stack in stacks)
-        self._sends_whole = _whole_copies_are_cheap(stacks, world.size)
 
     def __call__(self, idle: Iterable[ExpertStack] = ()) -> None:
         """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone.
@@ -156,27 +146,21 @@ class ReplicaSum:
             self._sum([piece for piece in pieces if piece.parameter.dtype == dtype], dtype)
 
     def _sum(self, pieces: Sequence[_Piece], dtype: torch.dtype) -> None:
-        """All-gather, or reduce-scatter and then all-gather, of the pieces of one dtype; what stays on this rank is not
-        copied.
+        """Reduce-scatter and then all-gather of the pieces of one dtype; what stays on this rank is not copied.
 
         Every rank takes part in the exchanges, also one without replicated rows: the collectives span the world.
         """
         me = self._world.rank
-        arrived = self._exchange(pieces, dtype, self._share, lambda piece, _: self._share(piece, me))
+        arrived = self._exchange(pieces, dtype, _Piece.part, lambda piece, _: piece.part(me))
         for piece in pieces:
-            own = self._share(piece, me)
+            own = piece.part(me)
             copies = [own if holder == me else next(arrived[holder]) for holder in piece.holders]
             ops.sum_in_rank_order(torch.stack(copies), out=own)
-        if not self._sends_whole:
-            sums = self._exchange(pieces, dtype, lambda piece, _: piece.part(me), _Piece.part)
-            for piece in pieces:
-                for holder in piece.holders:
-                    if holder != me:
-                        piece.part(holder).copy_(next(sums[holder]))
-
-    def _share(self, piece: _Piece, holder: int) -> Tensor:
-        """Return the part of a gradient that this holder sums."""
-        return piece.flat() if self._sends_whole else piece.part(holder)
+        sums = self._exchange(pieces, dtype, lambda piece, _: piece.part(me), _Piece.part)
+        for piece in pieces:
+            for holder in piece.holders:
+                if holder != me:
+                    piece.part(holder).copy_(next(sums[holder]))
 
     def _exchange(
         self,
@@ -204,21 +188,6 @@ class ReplicaSum:
         sizes_out, sizes_in = [sum(part.numel() for part in of) for of in parts], [sum(of) for of in sizes]
         arrived = PendingExchange(torch.cat([nothing, *chain(*parts)]), sizes_out, sizes_in, self._world).wait()
         return [iter(torch.split(rows, of)) for rows, of in zip(torch.split(arrived, sizes_in), sizes, strict=True)]
-
-
-def _whole_copies_are_cheap(stacks: Sequence[ExpertStack], num_ranks: int) -> bool:
-    """Return True if the busiest sender sends little more in one exchange of whole copies than in two of pieces; the
-    same on every rank.
-    """
-    whole, pieces = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
-    for stack in stacks:
-        held_EN = (stack.placement.replicas > 0).astype(np.int64)
-        others_E = held_EN.sum(axis=1, keepdims=True) - 1
-        for parameter in filter(_is_trained, stack.parameters.values()):
-            row_bytes = parameter.shape[1:].numel() * parameter.element_size()
-            whole += (held_EN * others_E * row_bytes).sum(axis=0)
-            pieces += (held_EN * (2 * others_E * row_bytes // (others_E + 1).clip(1))).sum(axis=0)
-    return bool(whole.max() <= max(pieces.max(), _LITTLE_BYTES))
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:
