@@ -82,18 +82,10 @@ def test_a_wrong_table_is_left_out_with_a_sentence(content, caplog):
     path = tile_table.user_file()
     path.parent.mkdir()
     path.write_bytes(content)
-    path.chmod(0o600)
     assert tile_table.chosen(90, 2, "many") == tile_table.read(tile_table.SHIPPED)["sm_90 2 many"]
     (record,) = caplog.records
     assert "is left out" in record.getMessage()
     assert "delete it, or write it anew" in record.getMessage()
-
-
-def test_a_table_that_others_may_change_is_left_out(caplog):
-    tile_table.write(tile_table.user_file(), "by hand", {"sm_90 2 many": TILE})
-    os.chmod(tile_table.user_file(), 0o666)
-    assert tile_table.chosen(90, 2, "many") != TILE
-    assert "others may change it" in caplog.text
 
 
 def test_the_fastest_that_runs_is_measured():
