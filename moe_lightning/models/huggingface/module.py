@@ -275,14 +275,10 @@ class HuggingFaceModule(SupervisedModule):
         own = local_folder(self.config.pretrained) / TOKENIZER
         given = getattr(data, "tokenizer", None)
         if needed > known:
-            is_own = isinstance(given, str) and own.is_file() and local_tokenizer(given) == own
-            cure = (
-                "remove the tokens that were added to its tokenizer.json, or save the model with transformers after "
-                "resize_token_embeddings"
-                if is_own
-                else "use the tokenizer.json of the checkpoint"
+            raise ConfigurationError(
+                f"the data have {needed} tokens, the model has {known}: use the tokenizer.json of the checkpoint, "
+                "without tokens that were added to it"
             )
-            raise ConfigurationError(f"the data have {needed} tokens, the model has {known}: {cure}")
         if not own.is_file():
             others = (own.with_name(name) for name in (*TOKENIZERS, TOKENIZER_SETTINGS))
             if given == "bytes" and (other := next((path for path in others if path.is_file()), None)) is not None:
