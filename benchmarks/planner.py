@@ -187,7 +187,6 @@ def _placed(
         cluster,
         policy.candidates(cluster, loads.shape[1]),
         present,
-        policy.tolerance,
         block_s=lambda layer, placement: block_with_sums_s(tokens[layer], placement, costs),
     )
 

@@ -358,9 +358,9 @@ class ExpertParallelStrategy(DDPStrategy):
         if self.worlds.is_joined:
             return
         has_peers = self.world_size > 1
-        if has_peers:  # torch's default group may be the user's own, with torch's half hour
-            private_torch.set_group_timeout(dist.group.WORLD, self.options.timeout)
         world = World.before_setup(self.root_device) if has_peers else World.single(self.root_device)
+        for group in world.all_groups:  # torch's default group may be the user's own, with torch's half hour
+            private_torch.set_group_timeout(group, self.options.timeout)
         layout = self.worlds.layout(all_gather_json(self.node_rank, world))  # schedulers deal ranks out in any order
         if has_peers:
             world = World.connect(self.root_device, self.options.timeout, layout)

@@ -9,6 +9,7 @@ import time
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -244,9 +245,7 @@ def minutes_of_lines(
         for rank, (watch, (marks, calls)) in enumerate(zip(watches, records, strict=True)):
             now_ns = int((clock.now + late_s * (rank == 1)) * 1e9)
             until = bisect(calls, now_ns, key=attrgetter("at"))
-            watch.look(
-                marks[: bisect(marks, now_ns, key=itemgetter(0))], lambda calls=calls, until=until: calls[:until]
-            )
+            watch.look(marks[: bisect(marks, now_ns, key=itemgetter(0))], partial(calls.__getitem__, slice(until)))
     return lines
 
 
@@ -282,7 +281,7 @@ def test_comparisons_do_not_fill_the_file_of_a_store(tmp_path: Path) -> None:
         calls = [Begun("all", 40 * step + i, 10**8 * step + i * 10**6) for step in range(last) for i in range(40)]
         for watch in watches:
             watch._look_at = 0.0
-            watch.look(marks, lambda calls=calls: calls[-2000:])
+            watch.look(marks, partial(calls.__getitem__, slice(-2000, None)))
         if watches[0].last is not None:
             watches[0].last = None
             sizes.append((tmp_path / "store").stat().st_size)

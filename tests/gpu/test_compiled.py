@@ -208,7 +208,7 @@ def test_every_kernel_compiles_and_fits(capability, compiler):
     row_kernels.sum_in_rank_order(torch.zeros(4, 1024), torch.zeros(1024))
     table = torch.zeros(EXPERTS, 64, dtype=torch.int64)
     plan.plan_rows(table, table, 3, QuotaRounds(rounds=48, patience=12, slack=128, one=1 << 20))
-    runs = plan.runs(table, table, torch.zeros(EXPERTS, dtype=torch.int64), 4096, False)
+    runs = plan.runs(table, table, torch.zeros(EXPERTS, dtype=torch.int64), 4096)
     routing.fill_blocks(order, runs.send_starts, runs.send_ends, table[0, 0], 64 * 4096)
     row_kernels.dropout(rows, 0.1, Draw(key=-(1 << 60), first=3, here=8, parts=1, part=0))
     most_spilled = {"_plan_kernel": 512}  # tables of int64, of which one program keeps seven
