@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import reduce
 from typing import Annotated, Literal
 
@@ -299,24 +298,22 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
             f"{len(x)} amounts and {len(y)} times do not determine a line: "
             "measure at least two amounts, with positive times"
         )
-    # The normal equations of sum(((fixed + per_unit * x) / y - 1)^2) in exact fractions: neither a machine's linear
-    # algebra nor the order of the measurements has a say in what is planned.
-    pairs = [(Fraction(amount), Fraction(time)) for amount, time in zip(x.tolist(), y.tolist(), strict=True)]
-    uu, uv, vv = (sum((a**power / t**2 for a, t in pairs), Fraction()) for power in (0, 1, 2))
-    su, sv = (sum((a**power / t for a, t in pairs), Fraction()) for power in (0, 1))
+    # The normal equations of sum(((fixed + per_unit * x) / y - 1)^2).
+    uu, uv, vv = (float((x**power / y**2).sum()) for power in (0, 1, 2))
+    su, sv = (float((x**power / y).sum()) for power in (0, 1))
     determinant = uu * vv - uv * uv
-    fixed, per_unit = float((su * vv - sv * uv) / determinant), float((sv * uu - su * uv) / determinant)
+    fixed, per_unit = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
     if fixed < 0:
-        fixed, per_unit = 0.0, float(sv / vv)
+        fixed, per_unit = 0.0, sv / vv
     elif per_unit < 0:
-        fixed, per_unit = float(su / uu), 0.0
+        fixed, per_unit = su / uu, 0.0
     predicted = fixed + per_unit * x
     return Line(fixed_s=fixed, per_unit_s=per_unit, mean_error=mean_relative_error(predicted, y))
 
 
 def mean_relative_error(predicted_s: FloatArray, measured_s: FloatArray) -> float:
     """Mean of |predicted - measured| / measured."""
-    return math.fsum((np.abs(predicted_s - measured_s) / measured_s).tolist()) / len(measured_s)
+    return float((np.abs(predicted_s - measured_s) / measured_s).mean())
 
 
 def share_under_experts(transfer_s: float, dense_s: float) -> float:
