@@ -12,10 +12,10 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,44 +39,6 @@ from moe_lightning.dispatch.quota import ShadowPlan, balanced_split, uneven
 from moe_lightning.errors import ConfigurationError
 
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
-
-
-class PlanningThread:
-    """One thread that makes all plans, one after the other.
-
-    A search is thousands of short numpy calls: two threads would hand the interpreter to and fro between them, and 61
-    layers on 1,024 ranks take 2.8 s instead of 1.5 s then; on 4,096 ranks they gain nothing.
-
-    Args:
-        timeout_s: longest wait for a result.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(1, "moe-plan")
-
-    def submit(self, task: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> Future[_T]:
-        """Run a task after those before it."""
-        return self._pool.submit(task, *arguments, **options)
-
-    def result(self, future: Future[_T]) -> _T:
-        """The result of a task, waited for.
-
-        Raises:
-            ConfigurationError: it took longer than the timeout.
-        """
-        try:
-            return future.result(self._timeout_s)
-        except TimeoutError as error:
-            raise ConfigurationError(
-                f"planning has not ended within {self._timeout_s:g} s: raise the strategy's timeout_s, or plan less "
-                "with shadows=none or a larger rebalance_every"
-            ) from error
-
-    def close(self) -> None:
-        """Drop waiting tasks; the results of running ones are ignored."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,7 +208,9 @@ class BalancePlanner:
         self.costs = list(costs)
         self._placements = list(placements)
         self._layers = [LayerPlanner(policy, placement) for placement in placements]
-        self._thread = PlanningThread(timeout_s)
+        self._timeout_s = timeout_s
+        # One thread: a search is thousands of short numpy calls; two would hand the interpreter to and fro.
+        self._pool = ThreadPoolExecutor(1, "moe-plan")
         self._decisions: list[Future[Decision] | None] = [None] * len(placements)
         self._observed = 0  # layers in this step
         self._placing: Future[list[Placement]] | None = None
@@ -268,15 +232,29 @@ class BalancePlanner:
         self.cluster = replace(self.cluster, speeds=None if speeds is None else tuple(speeds.tolist()))
         self._wait = min(self._wait, FIRST_REBALANCE)
 
+    def _result(self, future: Future[_T]) -> _T:
+        """Return the result of a task, waited for.
+
+        Raises:
+            ConfigurationError: it took longer than the timeout.
+        """
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError as error:
+            raise ConfigurationError(
+                f"planning has not ended within {self._timeout_s:g} s: raise the strategy's timeout_s, or plan less "
+                "with shadows=none or a larger rebalance_every"
+            ) from error
+
     def close(self) -> None:
-        """End the planning thread; the planner is of no use afterwards."""
-        self._thread.close()
+        """Drop waiting tasks and the results of running ones; the planner is of no use afterwards."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------ fast scale
 
     def observe(self, layer: int, *counts_EN: IntArray) -> None:
         """Record the assignments of one step's micro-batches, int64 [E, N] each, and start planning from them."""
-        self._decisions[layer] = self._thread.submit(self._layers[layer].observe, counts_EN, self.costs[layer])
+        self._decisions[layer] = self._pool.submit(self._layers[layer].observe, counts_EN, self.costs[layer])
         self._observed += 1
         if self._observed == len(self._layers):
             self._observed = 0
@@ -286,7 +264,7 @@ class BalancePlanner:
     @property
     def decisions(self) -> list[Decision]:
         """Decision of each layer for the next step, from the counts of the step before it."""
-        return [_UNDECIDED if made is None else self._thread.result(made) for made in self._decisions]
+        return [_UNDECIDED if made is None else self._result(made) for made in self._decisions]
 
     @property
     def plans(self) -> list[ShadowPlan | None]:
@@ -316,7 +294,7 @@ class BalancePlanner:
         """The next step as the performance model sees it; None before the first observation of every layer."""
         times = []
         for layer, (placement, plan, costs) in enumerate(zip(self._placements, self.plans, self.costs, strict=True)):
-            tokens = self._thread.result(self._thread.submit(self._layers[layer].forecast.predict))
+            tokens = self._result(self._pool.submit(self._layers[layer].forecast.predict))
             if tokens is None:
                 return None
             plan = no_shadows(tokens, placement) if plan is None else plan
@@ -337,11 +315,11 @@ class BalancePlanner:
         self._placing = None
         self._interval = min(2 * self._interval, self.policy.rebalance_every)
         self._wait = self._interval
-        return self._thread.result(placing)
+        return self._result(placing)
 
     def _place(self) -> Future[list[Placement]]:
         """Have placements made from the loads up to here."""
-        return self._thread.submit(self._placements_for, self.cluster, list(self._placements), list(self.costs))
+        return self._pool.submit(self._placements_for, self.cluster, list(self._placements), list(self.costs))
 
     def _placements_for(self, cluster: Cluster, present: list[Placement], costs: list[BlockCosts]) -> list[Placement]:
         all_loads, forecasts = zip(*(layer.take_load(_FADE) for layer in self._layers), strict=True)
@@ -365,7 +343,7 @@ class BalancePlanner:
         """The experts have moved: shadows of layers with a new placement must be planned anew."""
         for layer, (old, new) in enumerate(zip(self._placements, placements, strict=True)):
             if old != new:
-                self._thread.submit(self._layers[layer].move, new)
+                self._pool.submit(self._layers[layer].move, new)
                 self._decisions[layer] = None
         self._placements = list(placements)
         self._placing = None  # what is under way moves experts from where they no longer are

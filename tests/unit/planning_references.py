@@ -16,8 +16,7 @@ from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, choose_home
 
 def loads_of(planner: BalancePlanner) -> list[list[int]]:
     """The loads of all layers once what is being planned has ended."""
-    thread = planner._thread
-    return thread.result(thread.submit(lambda: [layer.load.tolist() for layer in planner._layers]))
+    return planner._pool.submit(lambda: [layer.load.tolist() for layer in planner._layers]).result(60)
 
 
 def rebalance(planner: BalancePlanner) -> list[Placement] | None:

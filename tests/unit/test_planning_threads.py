@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moe_lightning.balancing import planner as layer_planner
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy, LayerPlanner, PlanningThread
+from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy, LayerPlanner
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.errors import ConfigurationError
@@ -128,11 +128,3 @@ def after_random_work(observe: Any, rng: np.random.Generator, lock: Lock) -> Any
         return observe(*arguments)
 
     return held
-
-
-def test_what_fails_in_a_thread_is_raised_where_it_is_waited_for() -> None:
-    thread = PlanningThread(10.0)
-    broken = thread.submit(np.full, -3, 1)
-    with pytest.raises(ValueError, match="negative dimensions"):
-        thread.result(broken)
-    thread.close()
