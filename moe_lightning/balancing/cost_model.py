@@ -11,7 +11,7 @@ sent (Trans) under this block's experts and dense layers; in the backward pass t
 first block's Trans precedes the forward pass and its Agg follows the backward pass, both exposed.
 Source: Pro-Prophet V, Alg. 2, whose single loop must be two.
 
-Shapes: N ranks, E experts, P phases of a transfer.
+Shapes: N ranks, E experts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ _ROUNDING = 1 - 1e-9
 _PARTS = 1 << 20
 """Shares of transfers are multiples of one of these."""
 
-TransferMethod = Literal["scatter", "direct", "average"]
-"""Way of an expert's weights to m ranks. "direct": the home sends m copies, as training does. "scatter": a broadcast,
-in which the home sends m different pieces that the targets then gather among themselves: about two copies' time however
-large m is. "average": eq. 4 of Pro-Prophet, which divides all bytes, the owner's included, by the bandwidth of all
-ranks."""
+TransferMethod = Literal["direct", "average"]
+"""Way of an expert's weights to m ranks. "direct": the home sends m copies, as training does. "average": eq. 4 of
+Pro-Prophet, which divides all bytes, the owner's included, by the bandwidth of all ranks."""
 
 
 @validated
@@ -145,8 +143,8 @@ def pair_volumes(tokens: IntArray, pairs: Pairs, rows: IntArray, own: IntArray |
 
 
 def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) -> IntArray:
-    """int64 [P, 2, N]: copies that each rank sends (0) and receives (1) per phase of Trans, in units of 1 / ONE_COPY;
-    Agg is the same in reverse.
+    """int64 [2, N]: copies that each rank sends (0) and receives (1) in Trans, in units of 1 / ONE_COPY; Agg is the
+    same in reverse.
 
     Args:
         shadows: bool [E, N], where the shadows go, never the home; only experts with one take time.
@@ -158,15 +156,10 @@ def total_copies(shadows: BoolArray, homes: IntArray, transfer: TransferMethod) 
     count = visits.sum(axis=1)
     if transfer == "average":
         evenly = int((ONE_COPY * (count + 1) // num_ranks).sum())
-        return np.full((1, 2, num_ranks), evenly, dtype=np.int64)
+        return np.full((2, num_ranks), evenly, dtype=np.int64)
     at_home = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(at_home, homes[moved], ONE_COPY if transfer == "scatter" else ONE_COPY * count)
-    received = ONE_COPY * visits.sum(axis=0)
-    if transfer == "direct":
-        return np.stack([at_home, received])[None]
-    pieces = (ONE_COPY // np.maximum(count, 1)) @ visits
-    gathered = received - pieces
-    return np.stack([[at_home, pieces], [gathered, gathered]])
+    np.add.at(at_home, homes[moved], ONE_COPY * count)
+    return np.stack([at_home, ONE_COPY * visits.sum(axis=0)])
 
 
 def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts) -> BlockTimes:
@@ -174,19 +167,18 @@ def predict_block(volumes: IntArray, copies: IntArray, costs: BlockCosts) -> Blo
 
     Args:
         volumes: int64 [..., 4, N], see `total_volumes`.
-        copies: int64 [..., P, 2, N], see `total_copies`.
+        copies: int64 [..., 2, N], see `total_copies`.
         costs: constants.
     """
     computed, sent, received, touched = (volumes[..., index, :] for index in range(4))
-    phases = [(copies[..., phase, 0, :], copies[..., phase, 1, :]) for phase in range(copies.shape[-3])]
-    return predict_totals(computed, touched, (sent, received), phases, costs)
+    return predict_totals(computed, touched, (sent, received), (copies[..., 0, :], copies[..., 1, :]), costs)
 
 
 def predict_totals(
     computed: IntArray,
     touched: IntArray,
     exchanged: Sequence[IntArray],
-    phases: Sequence[Sequence[IntArray]],
+    copied: Sequence[IntArray],
     costs: BlockCosts,
 ) -> BlockTimes:
     """`predict_block` from its single totals, int64 [..., N] each.
@@ -194,7 +186,7 @@ def predict_totals(
     Args:
         computed, touched: rows and experts that each rank computes.
         exchanged: rows that each rank sends, and those that it receives.
-        phases: for each phase of Trans, copies that each rank sends and receives; one table where they are the same.
+        copied: copies that each rank sends, and those that it receives; one table where they are the same.
         costs: constants.
     """
     if np.ndim(costs.rows_per_s) == 0 and not costs.expert_s:  # the busiest rank is the slowest
@@ -203,8 +195,7 @@ def predict_totals(
         forward_s = (computed / costs.rows_per_s + touched * costs.expert_s).max(axis=-1)
     (exchange_s,) = _exchange_s(exchanged, (costs.row_bytes,), costs)
     units = (costs.weight_bytes / ONE_COPY, costs.gradient_bytes / ONE_COPY)
-    by_phase = [_exchange_s(phase, units, costs) for phase in phases]
-    trans_s, agg_s = (reduce(np.add, seconds) for seconds in zip(*by_phase, strict=True))
+    trans_s, agg_s = _exchange_s(copied, units, costs)
     return block_times(exchange_s, forward_s, trans_s, agg_s, costs)
 
 

@@ -359,5 +359,5 @@ def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCos
     if shared_N.any():
         sum_s = 2 * (float((shared_N * costs.gradient_bytes / costs.bytes_per_s).max()) + costs.exchange_s)
     volumes = pair_volumes(tokens_EN, pairs, balanced_split(tokens_EN.sum(axis=1), pairs, costs.speeds))
-    nothing = np.zeros((1, 2, placement.num_ranks), dtype=np.int64)
+    nothing = np.zeros((2, placement.num_ranks), dtype=np.int64)
     return float(predict_block(volumes, nothing, costs).total_s) + sum_s

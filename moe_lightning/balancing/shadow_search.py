@@ -100,19 +100,16 @@ class CopyTotals:
     def __init__(self, num_searches: int, num_ranks: int, transfer: TransferMethod) -> None:
         self._transfer = transfer
         self._from_home = np.zeros((num_searches, num_ranks), dtype=np.int64)
-        self._to_shadows = np.zeros((2 if transfer == "scatter" else 1, num_searches, num_ranks), dtype=np.int64)
+        self._to_shadows = self._from_home.copy()
 
     @property
-    def phases(self) -> Sequence[Sequence[IntArray]]:
-        """For each phase of Trans, int64 [R, N]: what ranks send and receive; one table where that is the same."""
-        if self._transfer == "average":
-            return ((self._from_home,),)
-        sent, received = self._from_home, self._to_shadows[0]
-        return ((sent, received), (self._to_shadows[1],)) if self._transfer == "scatter" else ((sent, received),)
+    def copied(self) -> Sequence[IntArray]:
+        """int64 [R, N] each: what ranks send and receive; one table where that is the same."""
+        return (self._from_home,) if self._transfer == "average" else (self._from_home, self._to_shadows)
 
     def keep(self, goes_on: BoolArray) -> None:
         """Forget the searches where bool [R] is false."""
-        self._from_home, self._to_shadows = self._from_home[goes_on], self._to_shadows[:, goes_on]
+        self._from_home, self._to_shadows = self._from_home[goes_on], self._to_shadows[goes_on]
 
     def add(self, shadows: IntArray, homes: IntArray, count: IntArray) -> None:
         """Count one more expert in each search.
@@ -122,16 +119,11 @@ class CopyTotals:
             homes: int64 [R], the rank that sends it.
             count: int64 [R], how many shadows it gets, at least 1.
         """
-        searches = np.arange(len(homes))
         if self._transfer == "average":
             self._from_home += (ONE_COPY * (count + 1) // shadows.shape[1])[:, None]
-        elif self._transfer == "direct":
-            self._from_home[searches, homes] += ONE_COPY * count
-            self._to_shadows += shadows * ONE_COPY
         else:
-            piece = ONE_COPY // count
-            self._from_home[searches, homes] += ONE_COPY
-            self._to_shadows += np.stack([piece, ONE_COPY - piece])[:, :, None] * shadows
+            self._from_home[np.arange(len(homes)), homes] += ONE_COPY * count
+            self._to_shadows += shadows * ONE_COPY
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -405,7 +397,7 @@ class GreedyMoves:
 
     def _predict(self) -> BlockTimes:
         computed, *exchanged, touched = self._searches.volumes
-        return predict_totals(computed, touched, exchanged, self._searches.copies.phases, self._costs)
+        return predict_totals(computed, touched, exchanged, self._searches.copies.copied, self._costs)
 
 
 _MAX_VALUES = 16

@@ -134,8 +134,8 @@ def row_volumes(tokens: np.ndarray, quota: np.ndarray) -> np.ndarray:
 
 
 def copy_volumes(shadows: np.ndarray, homes: np.ndarray, transfer: TransferMethod) -> np.ndarray:
-    """int64 [..., E, P, 2, N]: copies of each expert that each rank sends (0) and receives (1) per phase of Trans, in
-    units of 1 / ONE_COPY.
+    """int64 [..., E, 2, N]: copies of each expert that each rank sends (0) and receives (1) in Trans, in units of
+    1 / ONE_COPY.
 
     Agg is the same in reverse. Sum over experts for a rank's totals.
 
@@ -150,15 +150,5 @@ def copy_volumes(shadows: np.ndarray, homes: np.ndarray, transfer: TransferMetho
     at_home = homes[..., None] == np.arange(num_ranks)
     if transfer == "average":
         evenly = np.broadcast_to(ONE_COPY * (count + moved) // num_ranks, shadows.shape)
-        return np.stack([evenly, evenly], axis=-2)[..., None, :, :]
-    volumes = np.empty((*shadows.shape[:-1], 1 if transfer == "direct" else 2, 2, num_ranks), dtype=np.int64)
-    if transfer == "direct":
-        np.multiply(at_home, ONE_COPY * count, out=volumes[..., 0, 0, :])
-        np.multiply(shadows, ONE_COPY, out=volumes[..., 0, 1, :])
-        return volumes
-    piece = ONE_COPY // np.maximum(count, 1)
-    np.multiply(at_home, ONE_COPY * moved, out=volumes[..., 0, 0, :])
-    np.multiply(shadows, piece, out=volumes[..., 0, 1, :])
-    np.multiply(shadows, ONE_COPY - piece, out=volumes[..., 1, 0, :])
-    volumes[..., 1, 1, :] = volumes[..., 1, 0, :]
-    return volumes
+        return np.stack([evenly, evenly], axis=-2)
+    return np.stack([at_home * ONE_COPY * count, shadows * ONE_COPY], axis=-2)
