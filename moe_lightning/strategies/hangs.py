@@ -50,10 +50,9 @@ _GRACE_S = 1.5
 """Time that ranks have to publish after the first one."""
 
 _LATE_FACTOR = 5
-"""Times the limit: before the first whole batch, and where the rank that is waited for compiles."""
+"""Times the limit: before the first whole batch, in which code is compiled."""
 
 _MOST_CALLS, _MOST_MARKS = 256, 2048
-_COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")
 _COLLECTIVES = "/torch/distributed/"
 _LOADER = "/torch/utils/data/dataloader.py"
 _SAME_SIZES = {"all_reduce", "broadcast", "all_gather", "_all_gather_base", "_allgather_base"}
@@ -98,7 +97,6 @@ class Standstill:
         counts: collectives that it has begun, by group.
         step, phase: of training.
         place: of its main thread, see `place_of`.
-        is_compiling: the main thread is in a compiler of torch or Triton.
         in_collective: the main thread waits in a collective.
         calls: the last collectives.
         stacks: of all threads.
@@ -109,7 +107,6 @@ class Standstill:
     place: str
     step: int = 0
     phase: str = ""
-    is_compiling: bool = False
     in_collective: bool = False
     calls: Sequence[Call] = ()
     stacks: str = ""
@@ -187,12 +184,6 @@ class Hang:
         """The ranks that the others wait for."""
         return sorted(self.silent) or awaited(self.ranks)
 
-    @property
-    def is_compiling(self) -> bool:
-        """True if a rank that others wait for compiles."""
-        frames = [frame for seen in self.silent.values() if seen is not None for frame in seen.frames]
-        return _compiles(frames) or any(self.ranks[rank].is_compiling for rank in awaited(self.ranks))
-
     def lines(self) -> list[str]:
         """Return who waits for whom, where these are, and if the order of collectives differs; empty if nothing is
         certain.
@@ -254,10 +245,6 @@ def _named(ranks: Sequence[int], one: str = "", several: str = "") -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} {one}".rstrip()
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} {several}".rstrip()
-
-
-def _compiles(frames: Sequence[traceback.FrameSummary]) -> bool:
-    return any(part in frame.filename for frame in frames for part in _COMPILERS)
 
 
 class HangWatch:
@@ -345,7 +332,7 @@ class HangWatch:
                 continue
             is_late = waited_s >= limit_s * _LATE_FACTOR
             hang = watched.read(waited_s, graces=graces, is_late=is_late)
-            if hang is None or (hang.is_compiling and not is_late):
+            if hang is None:
                 continue
             is_done = is_late or bool(hang.lines())
             if hang.lines():
@@ -381,7 +368,6 @@ class HangWatch:
             place=place_of(frames),
             step=marks[-1][1],
             phase=marks[-1][2],
-            is_compiling=_compiles(frames),
             in_collective=bool(frames) and (_COLLECTIVES in frames[-1].filename or any(not c.is_done for c in calls)),
             calls=calls,
             stacks=_own_stacks(),

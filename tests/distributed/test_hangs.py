@@ -409,11 +409,9 @@ def stack(path: str) -> str:
     return f'Thread 0x1 (most recent call first):\n  File "{path}", line 3 in wait\n\nThread 0x2 (most recent call first):\n  File "{path}", line 5 in inner\n  File "train.py", line 9 in outer\n'  # noqa: E501
 
 
-@pytest.mark.parametrize(("path", "is_compiling"), [("/x/torch/_inductor/a.py", True), ("/x/y.py", False)])
-def test_frames_of_another_process(path: str, is_compiling: bool) -> None:
-    seen = Seen(state="runs", stacks=stack(path))
-    assert [(f.filename, f.lineno, f.name) for f in seen.frames] == [("train.py", 9, "outer"), (path, 5, "inner")]
-    assert Hang(seconds=60, ranks={0: at()}, silent={1: seen}).is_compiling == is_compiling
+def test_frames_of_another_process() -> None:
+    seen = Seen(state="runs", stacks=stack("/x/y.py"))
+    assert [(f.filename, f.lineno, f.name) for f in seen.frames] == [("train.py", 9, "outer"), ("/x/y.py", 5, "inner")]
 
 
 def test_a_place_is_the_users_line_and_what_it_calls() -> None:
