@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -110,11 +110,23 @@ class LayerPlanner:
         self._placement, self._plan = placement, None
         self._rule = ReplanRule(_REPLAN_THRESHOLD)
 
-    def take_load(self, fade: int) -> tuple[IntArray, IntArray]:
+    def take_load(self, fade: int) -> tuple[IntArray, IntArray | None]:
         """The tokens of each expert so far int64 [E] and the forecast int64 [E, N]; loads then count 1 / fade."""
-        load, forecast = self.load.copy(), self.forecast.predict()
+        load = self.load.copy()
         self.load //= fade
-        return load, np.zeros(self._placement.pairs.shape, dtype=np.int64) if forecast is None else forecast
+        return load, self.forecast.predict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the load and the forecast's average."""
+        average = self.forecast.average
+        return {"load": self.load.tolist(), "average": None if average is None else average.tolist()}
+
+    def load_state(self, load: list[int], average: list[list[int]] | None) -> None:
+        """Continue from a state; the average only if it is of as many experts and ranks."""
+        self.load = np.array(load, dtype=np.int64)
+        known = None if average is None else np.array(average, dtype=np.int64)
+        fits = known is not None and known.shape == self._placement.pairs.shape
+        self.forecast.average = known if fits else None
 
 
 FIRST_REBALANCE = 8
@@ -328,7 +340,11 @@ class BalancePlanner:
             return present
 
         def predicted_s(layer: int, placement: Placement) -> float:
-            return block_with_sums_s(forecasts[layer], placement, costs[layer])
+            tokens = forecasts[layer]
+            if tokens is None:  # a restart on other ranks: as if every rank had the same tokens
+                shape = placement.pairs.shape
+                tokens = np.ascontiguousarray(np.broadcast_to(loads[layer][:, None] // shape[1], shape))
+            return block_with_sums_s(tokens, placement, costs[layer])
 
         candidates = self.policy.candidates(cluster, len(loads[0]))
         return replan_placement(
@@ -347,6 +363,36 @@ class BalancePlanner:
                 self._decisions[layer] = None
         self._placements = list(placements)
         self._placing = None  # what is under way moves experts from where they no longer are
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: loads and forecasts. Plans are made again after a restart."""
+        states = [self._result(self._pool.submit(layer.state_dict)) for layer in self._layers]
+        return {"layers": states, "interval": self._interval}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, also one of another number of ranks: then only loads are taken over.
+
+        New placements are due at once, since a restart begins with the first ones.
+
+        Args:
+            state: as of `state_dict`; None for a layer whose state is unknown.
+
+        Raises:
+            ConfigurationError: the state of a model with other experts.
+        """
+        num_experts, known = self._placements[0].num_experts, [own for own in state["layers"] if own is not None]
+        if other := next((len(own["load"]) for own in known if len(own["load"]) != num_experts), None):
+            raise ConfigurationError(
+                f"the balancer's state is of {other} experts, but the model has {num_experts}: resume with the model "
+                "that wrote the checkpoint"
+            )
+        # 0 comes from a run that placed nothing
+        self._interval, self._wait = int(state["interval"]) or min(FIRST_REBALANCE, self.policy.rebalance_every), 1
+        for layer, own in zip(self._layers, state["layers"], strict=True):
+            if own is not None:
+                self._result(self._pool.submit(layer.load_state, own["load"], own["average"]))
 
 
 def block_with_sums_s(tokens_EN: IntArray, placement: Placement, costs: BlockCosts) -> float:

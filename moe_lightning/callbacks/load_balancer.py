@@ -1,14 +1,14 @@
 """Load balancer: expert migration, shadow experts, and shares of tokens and samples by measured loads and speeds.
 
-A rank plans for the MoE layers of its pipeline stage. Checkpoints hold nothing of it: loads are counted anew after a
-resume or a change of the ranks.
+A rank plans for the MoE layers of its pipeline stage. The saved state is of all layers that a rank knows, whatever the
+mesh: {"num_layers": L, "interval": steps, "layers": {"NUMBER": {"load": [E], "average": [E][N] or None}}}.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -43,6 +43,15 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.worlds import ExpertParallelCallback
+
+State = dict[str, Any]
+
+
+def merged(states: Iterable[State | None]) -> State | None:
+    """Merge states of layers; where several know a layer the first one counts."""
+    known = [state for state in states if state]
+    layers = {number: own for state in reversed(known) for number, own in state["layers"].items()}
+    return known[0] | {"layers": layers} if known else None
 
 
 def balanced_ranks(strategy: ExpertParallelStrategy) -> Cluster:
@@ -283,10 +292,17 @@ class LoadBalancer(ExpertParallelCallback):
         self.follower: SpeedFollower | None = None
         self.last_shadow_transfers: StepShadowTransfers | None = None
         self._numbers: Sequence[int] = ()  # of the MoE layers that this rank plans for
+        self._num_layers = 0  # of the model
+        self._restored: State | None = None
         self._rates, self._counts = OwnRates(), StepCounts()
         self._since_log = SinceLog()
 
     # ------------------------------------------------------------------ start and end
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":  # what was saved is loaded after this
+            self._restored = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -305,12 +321,14 @@ class LoadBalancer(ExpertParallelCallback):
             strategy.require_shadows_possible()
         cluster = balanced_ranks(strategy)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
-        self._numbers = stages.numbers
+        self._numbers, self._num_layers = stages.numbers, len(stages.layers)
         numbered = dict(zip(self._numbers, layers, strict=True))
         costs = self._costs.begin(numbered, strategy.world.stage, strategy.shadow_dtype)
         timeout_s = strategy.options.timeout.total_seconds()
         planner = BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s)
         self._set_planner(planner)
+        if self._restored is not None:
+            planner.load_state_dict(self._own_part(self._restored))
         self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
         self.follower.begin()
         planner.set_speeds(self.follower.experts.speeds)
@@ -318,7 +336,7 @@ class LoadBalancer(ExpertParallelCallback):
         self._counts.watch(partial(self._observe, strategy.steps if stages.num_stages > 1 else None))
 
     def _stop(self) -> None:
-        """Remove everything that watches the layers. The planner stays, for its costs and its last plans."""
+        """Remove everything that watches the layers. The planner stays, since it has the state."""
         self._counts.close()
         follower, self.follower = self.follower, None
         if follower is not None:
@@ -332,18 +350,19 @@ class LoadBalancer(ExpertParallelCallback):
 
     @override
     def on_world_changed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let all ranks go on with the costs that one has measured, in a pipeline one of each stage: ranks that know
-        other costs would plan other moves, and those that joined know none. Hooks that a fault has left to run find no
-        planner, since it is of the ranks and layers of the world before.
+        """Let all ranks go on with the costs and the state of one, in a pipeline of one of each stage: those that
+        joined know others than those that stayed, and ranks whose states differ would plan different moves. Hooks that
+        a fault has left to run find no planner, since it is of the ranks and layers of the world before.
         """
         strategy, planner = _strategy(trainer), self.planner
         costs = self._costs.known if planner is None else dict(zip(self._numbers, planner.costs, strict=True))
         listed = [[number, asdict(block.at(None))] for number, block in costs.items()]  # speeds are of this world
-        gathered = all_gather_json(listed, strategy.world)
+        gathered = all_gather_json([listed, self._own_state(), self._restored], strategy.world)
         self._stop()
         self._set_planner(None)
-        known = {number: block for listed in reversed(gathered) for number, block in listed}
+        known = {number: block for listed, *_ in reversed(gathered) for number, block in listed}
         self._costs.known = {number: BlockCosts(**block) for number, block in known.items()}
+        self._restored = merged([*(own for _, own, _ in gathered), *(known for *_, known in gathered)])
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -361,6 +380,47 @@ class LoadBalancer(ExpertParallelCallback):
                 return
             self._timeline_path.parent.mkdir(parents=True, exist_ok=True)
             self._timeline_path.write_text(picture)
+
+    def _own_state(self) -> State | None:
+        """Return the state of the layers that this rank plans for; None if it plans for none."""
+        if self.planner is None:
+            return None
+        own = self.planner.state_dict()
+        layers = dict(zip(map(str, self._numbers), own["layers"], strict=True))
+        return own | {"num_layers": self._num_layers, "layers": layers}
+
+    def _own_part(self, state: State) -> State:
+        """Return the part of a state that the planner of this rank loads.
+
+        Raises:
+            ConfigurationError: the state of a model with other layers.
+        """
+        if state["num_layers"] != self._num_layers:
+            raise ConfigurationError(
+                f"the balancer's state is of {state['num_layers']} MoE layers, but the model has {self._num_layers}: "
+                "resume with the model that wrote the checkpoint"
+            )
+        return state | {"layers": [state["layers"].get(str(number)) for number in self._numbers]}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return merged([self._own_state(), self._restored]) or {}
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Ranks of a pipeline know the loads of their own layers: those that write get those of all."""
+        strategy = _strategy(trainer)
+        stages = strategy.state.stages
+        if self.planner is None or stages.num_stages == 1 or strategy.is_left_alone:
+            return
+        self._restored = merged([*all_gather_json(self._own_state(), stages.pipe), self._restored])
+        checkpoint["callbacks"][self.state_key] = self._restored
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict or None
 
     # ------------------------------------------------------------------ one step
 

@@ -136,7 +136,7 @@ def _shares(experts: Sequence[int], loads_E: NDArray[np.int64]) -> NDArray[np.fl
     return row
 
 
-_PER_EXPERT = ("PartialExpertsCheckpoint", "DynamicK")
+_PER_EXPERT = ("LoadBalancer", "PartialExpertsCheckpoint", "DynamicK")
 """Callbacks whose state counts the experts: they begin anew."""
 
 

@@ -24,7 +24,6 @@ from tests.chaos.elastic_runs import SETTINGS, Hold, Kill, assert_same_losses, e
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import wait_until
 from tests.parameters import slow
-from tests.unit.planning_references import loads_of
 
 STEPS = 24
 
@@ -281,7 +280,7 @@ class WatchedBalancer(LoadBalancer):
         strategy = trainer.strategy
         if self.planner is not None and strategy.elastic.members is not None:
             costs = [asdict(each.at(None)) for each in self.planner.costs]
-            known = loads_of(self.planner), self.planner.cluster.speeds, costs
+            known = self.planner.state_dict(), self.planner.cluster.speeds, costs
             line = [strategy.elastic.members.name, trainer.global_step, known]
             self._file.write(json.dumps(line) + "\n")
 

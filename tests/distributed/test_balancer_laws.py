@@ -230,7 +230,7 @@ class Joins(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         balancer = next(each for each in trainer.callbacks if isinstance(each, LoadBalancer))  # type: ignore[attr-defined]
-        wanted = broadcast_object(_costs(balancer), 0, trainer.strategy.world)  # type: ignore[attr-defined]
+        wanted = broadcast_object([balancer.state_dict(), _costs(balancer)], 0, trainer.strategy.world)  # type: ignore[attr-defined]
         if trainer.global_rank == 1:
             balancer = LoadBalancer()
         balancer.on_world_changed(trainer, module)
@@ -238,12 +238,12 @@ class Joins(pl.Callback):
         balancer.on_train_batch_end(trainer, module, batch, batch, 0)  # which a fault has left to run
         assert balancer.planner is None
         balancer.on_train_start(trainer, module)
-        assert _costs(balancer) == wanted
+        assert [balancer.state_dict(), _costs(balancer)] == wanted
         self.known.append(wanted)
 
 
 def _costs(balancer: LoadBalancer) -> list[Any]:
-    return [asdict(costs) for costs in balancer.planner.costs]
+    return [asdict(costs.at(None)) for costs in balancer.planner.costs]
 
 
 def joined(rank: int, world_size: int) -> list[Any]:
@@ -256,5 +256,6 @@ def joined(rank: int, world_size: int) -> list[Any]:
 def test_ranks_that_join_plan_from_what_the_others_know() -> None:
     first, second = run_ranks(2, joined)
     assert first == second
-    (costs,) = first
+    ((state, costs),) = first
+    assert all(sum(own["load"]) > 0 for own in state["layers"].values())
     assert all(block["dense_forward_s"] > 0 for block in costs)

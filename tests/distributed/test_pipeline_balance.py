@@ -4,7 +4,9 @@ training is the same (L1 to L3).
 
 from __future__ import annotations
 
+import time
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +22,12 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from tests.distributed.balanced_training import NUM_EXPERTS, random_placement
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.same_training import SKEWED, assert_same_training
 from tests.distributed.test_balancer_laws import EAGER, Watcher, failing_alone
 from tests.distributed.test_pipeline import MICROS, train
 from tests.distributed.training import set_up
+from tests.distributed.training import train as train_tiny
 from tests.parameters import slow
 
 STEPS = 6
@@ -190,3 +193,58 @@ def test_the_ranks_of_a_pipeline_have_no_speeds(policy: dict[str, Any]) -> None:
     strategy: Any = SimpleNamespace(world=world, worlds=worlds, state=state)
     with pytest.raises(ConfigurationError, match="count as equally fast: use stragglers=adapt and speeds=even"):
         SpeedFollower(SpeedPolicy(**policy), strategy, OwnRates())
+
+
+# ---------------------------------------------------------------------- an error of one rank
+
+
+class FailsAlone(pl.Callback):
+    """Lets the last rank fail in its third step, save, and leave the seconds that this took."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == trainer.world_size - 1:
+            raise ValueError("an error of the user's")
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, error: BaseException) -> None:
+        if isinstance(error, ValueError):
+            began = time.monotonic()
+            trainer.save_checkpoint(self._folder / "never.ckpt")
+            (self._folder / "seconds").write_text(str(time.monotonic() - began))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_asks_no_other_stage(tmp_path: Path) -> None:
+    """Its peer in the other stage waits in the step, and would wait until the time-out."""
+    strategy = {"slots": 4, "mesh": {"pp": 2}, "micro_batches": 2, "timeout_s": 60}
+    callbacks = [LoadBalancer(**EAGER), FailsAlone(tmp_path)]
+    with pytest.raises(RankFailure, match="an error of the user's"):
+        run_ranks(4, partial(train_tiny, model=LAYERS, strategy=strategy, callbacks=callbacks, steps=4))
+    assert float((tmp_path / "seconds").read_text()) < 30
+    assert not (tmp_path / "never.ckpt").exists()
+
+
+# ---------------------------------------------------------------------- going on from a checkpoint
+
+
+def saving(rank: int, world_size: int, **options: Any) -> dict[str, Any]:
+    balancer = LoadBalancer(**EAGER | {"rebalance_every": 2})
+    return train_tiny(rank, world_size, callbacks=[balancer], **options)
+
+
+@pytest.mark.slow
+def test_a_balancers_state_is_of_all_stages(tmp_path: Path) -> None:
+    path, model = tmp_path / "balanced.ckpt", LAYERS
+    strategy = {"slots": 4, "mesh": {"pp": 2}, "micro_batches": 2}
+    run_pooled(4, partial(saving, model=model, strategy=strategy, steps=5, save_to=str(path)))
+    states = torch.load(path, weights_only=True)["callbacks"]
+    (state,) = (state for name, state in states.items() if name.startswith("LoadBalancer"))
+    assert sorted(state["layers"]) == ["0", "1", "2", "3"]
+    assert all(sum(own["load"]) > 0 for own in state["layers"].values())
+    assert {np.shape(own["average"]) for own in state["layers"].values()} == {(NUM_EXPERTS, 2)}
+    alone = run_pooled(1, partial(saving, model=model, strategy={}, steps=8, ckpt_path=str(path)))[0]["losses"]
+    for ranks, mesh in ((4, strategy), (4, strategy | INTERLEAVED), (2, {"slots": 4})):
+        for result in run_pooled(ranks, partial(saving, model=model, strategy=mesh, steps=8, ckpt_path=str(path))):
+            np.testing.assert_allclose(result["losses"], alone, rtol=0, atol=0.05)  # auxiliary losses of micro-batches

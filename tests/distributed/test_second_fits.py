@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.spike_guard import SpikeGuard
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.errors import ConfigurationError
@@ -155,6 +156,10 @@ def test_callbacks_forget_another_training() -> None:
     telemetry.on_fit_start(unused, unused)
     assert not telemetry._health._shares
     assert not telemetry._comparison._reported
+    balancer = LoadBalancer()
+    balancer.load_state_dict({"num_layers": 1, "interval": 8, "layers": {"0": {"load": [1], "average": None}}})
+    balancer.setup(unused, unused, "fit")
+    assert balancer.state_dict() == {}
 
 
 def test_no_state_is_copied_while_steps_are_repeated() -> None:

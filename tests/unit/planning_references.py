@@ -14,11 +14,6 @@ from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, choose_homes, shadow_quota
 
 
-def loads_of(planner: BalancePlanner) -> list[list[int]]:
-    """The loads of all layers once what is being planned has ended."""
-    return planner._pool.submit(lambda: [layer.load.tolist() for layer in planner._layers]).result(60)
-
-
 def rebalance(planner: BalancePlanner) -> list[Placement] | None:
     """Count one step; new placements where they are due and any layer gains by them."""
     placements = planner.due_placements()

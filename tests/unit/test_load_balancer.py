@@ -197,6 +197,41 @@ def test_the_forecast_is_judged_by_what_comes() -> None:
     assert planner.decisions[0].forecast_error == pytest.approx(0.75, abs=0.02)
 
 
+def test_a_restart_plans_at_once_from_what_was_known() -> None:
+    planner = make(rebalance_every=200)
+    for _ in range(5):
+        observe(planner, skewed(2))
+    restarted = make(rebalance_every=200)
+    restarted.load_state_dict(planner.state_dict())
+    assert restarted.state_dict() == planner.state_dict()
+    placements = rebalance(restarted)
+    assert len(placements[0].holders(2)) > 1
+
+
+def test_a_restart_may_begin_to_place_experts() -> None:
+    planner = make(rebalance_every=0)
+    observe(planner, skewed(2))
+    restarted = make(rebalance_every=200)
+    restarted.load_state_dict(planner.state_dict())
+    due = []
+    for _ in range(30):
+        observe(restarted, skewed(2))
+        due.append(restarted.due_placements() is not None)
+    assert 1 <= sum(due) <= 3
+
+
+def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
+    planner = make()
+    observe(planner, skewed(3))
+    state = planner.state_dict()
+    other = make(Cluster.of(2, 5))
+    other.load_state_dict(state)
+    assert other.state_dict()["layers"] == [own | {"average": None} for own in state["layers"]]
+    foreign = BalancePlanner(BalancePolicy(), Cluster.of(2, 3), [uniform_placement(4, 2)], [COSTS])
+    with pytest.raises(ConfigurationError, match="state is of 8 experts, but the model has 4: resume"):
+        foreign.load_state_dict(state)
+
+
 def test_each_rank_that_stays_slow_is_asked_to_leave_in_turn() -> None:
     """Not only in the step in which it has been slow for long enough, in which another one may be slower."""
     gone: list[int] = []

@@ -18,7 +18,7 @@ from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy, Layer
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.errors import ConfigurationError
-from tests.unit.planning_references import loads_of, rebalance
+from tests.unit.planning_references import rebalance
 
 EXPERTS, RANKS, LAYERS = 8, 4, 5
 COSTS = BlockCosts(
@@ -112,7 +112,7 @@ def test_ranks_whose_threads_run_otherwise_decide_alike(seed: int) -> None:
                 planner.observe(index, counts(step, index))
                 if step == 5:
                     planner.costs[index] = replace(planner.costs[index], dense_forward_s=1e-3)
-        history.append(loads_of(planner))
+        history.append(planner.state_dict())
         histories.append(history)
         planner.close()
     assert histories[0] == histories[1]
