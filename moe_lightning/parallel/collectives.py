@@ -6,10 +6,9 @@ with its tensors, arrays and byte strings. JSON's own values represent themselve
 
     bytes of the header, u64 | header | safetensors
 
-Types are matched exactly: an instance of a subclass is refused. The only classes are those that
-`torch.distributed.checkpoint` exchanges in a save, each with fields of its declared types; an error travels as text.
-torch's own object collectives (`all_gather_object` and others), which unpickle and which users' modules and metrics
-call, use the same codec in a process that trains with others.
+Types are matched exactly: an instance of a subclass is refused. torch's own object collectives (`all_gather_object` and
+others), which unpickle and which users' modules and metrics call, use the same codec in a process that trains with
+others. So `torch.distributed.checkpoint` cannot save from there: its plans are objects of classes.
 
 Ranks derive placements, shadows and quotas from the same numbers without communication. A rank with another result
 (another library, another file) would send rows that no rank expects, so a hash of its plan is sent with its counts.
@@ -17,24 +16,17 @@ Ranks derive placements, shadows and quotas from the same numbers without commun
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import json
-import os
 import pathlib
 import platform
 import re
 import sys
-import traceback
-import types
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from pathlib import PurePath
-from typing import IO, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,32 +40,6 @@ from moe_lightning.compat import private_torch
 from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, MissingCheckpointError
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.exchange import all_gather_counts
-
-_PACKAGE = "torch.distributed.checkpoint"
-_CLASSES = {
-    "api": ("CheckpointException",),
-    "filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    ),
-    "planner": (
-        "BytesIOWriteData",
-        "LoadItemType",
-        "LoadPlan",
-        "ReadItem",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    ),
-    "storage": ("WriteResult",),
-}
 
 MAX_BYTES = 1 << 31
 """Of a whole message: what a receiver allocates because a sender says so."""
@@ -163,15 +129,12 @@ def _node(value: Any, tensors: dict[str, Tensor], depth: int) -> Any:
         return value
     if kind is list:
         return [_node(item, tensors, depth + 1) for item in value]
-    if _is_failure(value):
-        tag = "failure"
-    elif kind.__module__.startswith(_PACKAGE) and _classes().get(kind.__name__) is kind:
-        tag = "record"
-    elif (tag := _TAGS.get(kind, "")) == "tensor":
+    tag = _TAGS.get(kind)
+    if tag == "tensor":
         name = str(len(tensors))
         tensors[name] = _contiguous(value)
         return {"tensor": [name, value.device.type != "cpu", value.is_complex()]}
-    elif not tag:
+    if tag is None:
         raise ConfigurationError(
             f"an object of type {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks, for nothing that "
             f"travels is unpickled: send {_SENDABLE}"
@@ -224,103 +187,12 @@ def _array_parts(value: np.ndarray[Any, Any] | np.generic) -> list[Any]:
 
 def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
     name, shape, data = parts
-    if not _ARRAY_DTYPE.fullmatch(name) or not _fits(shape, list[int]):
+    if not _ARRAY_DTYPE.fullmatch(name) or any(type(size) is not int for size in shape):
         raise ValueError(f"it holds an array of {name!r} and the shape {shape!r}")
     return np.frombuffer(data, dtype=name).reshape(shape).copy()
 
 
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSU]\d{1,9}|[<>][mM]8(\[\d{0,9}[A-Za-z]{1,2}\])?")
-
-
-def _is_failure(value: Any) -> bool:
-    """Return True for an exception with the stack that it came from, as torch sends them."""
-    is_pair = type(value) is tuple and len(value) == 2
-    return is_pair and isinstance(value[0], BaseException) and type(value[1]) is traceback.StackSummary
-
-
-def _failure_parts(value: tuple[BaseException, traceback.StackSummary]) -> list[Any]:
-    error, stack = value
-    frames = [[frame.filename, frame.lineno or 0, frame.name, frame.line or ""] for frame in stack]
-    return [f"{type(error).__name__}: {error}", frames]
-
-
-def _failure(parts: list[Any]) -> tuple[BaseException, traceback.StackSummary]:
-    words, frames = parts
-    if not _fits(frames, list[list[int | str]]) or any(list(map(type, frame)) != _FRAME for frame in frames):
-        raise ValueError("a stack in it is none")
-    return RuntimeError(str(words)), traceback.StackSummary.from_list(map(tuple, frames))
-
-
-_FRAME = [str, int, str, str]  # file, line, function, code
-
-
-def _record_parts(value: Any) -> list[Any]:
-    name = type(value).__name__
-    if isinstance(value, Enum):
-        return [name, value.name]
-    if isinstance(value, BaseException):
-        return [name, str(value.args[0]), value.failures]  # type: ignore[attr-defined]
-    return [name, *(getattr(value, field.name) for field in dataclasses.fields(value))]
-
-
-def _record(parts: list[Any]) -> Any:
-    name, *values = parts
-    kind = _classes().get(name)
-    if kind is None:
-        raise ValueError(f"it holds a record {name!r}, which is not known")
-    if issubclass(kind, Enum):
-        return kind[values[0]]
-    if issubclass(kind, BaseException):
-        step, failures = values
-        if not _fits(failures, dict[int, Any]) or not all(map(_is_failure, failures.values())):
-            raise ValueError("a failure in it is none")
-        return kind(str(step), failures)
-    hints = _hints(name)
-    if len(values) != len(hints) or not all(map(_fits, values, hints.values())):
-        raise ValueError(f"a field of its {name} is of another type")
-    named = dict(zip(hints, values, strict=True))
-    if any(_leads_away(named.get(field, "")) for field in ("prefix", "relative_path")):
-        raise ValueError(f"a path of its {name} leads out of the checkpoint")
-    return kind(**named)
-
-
-@functools.cache
-def _classes() -> dict[str, type[Any]]:
-    """Imported at the first use: few runs save in this format."""
-    found: dict[str, type[Any]] = {}
-    for module, names in _CLASSES.items():
-        imported = __import__(f"{_PACKAGE}.{module}", fromlist=names)
-        found |= {name: getattr(imported, name) for name in names}
-    return found
-
-
-@functools.cache
-def _hints(name: str) -> dict[str, Any]:
-    kind = _classes()[name]
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return True if a value is of exactly the type that a field declares."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, option) for option in arguments)
-    if origin is dict:
-        return type(value) is dict and all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
-    if origin in (list, Sequence):
-        return type(value) is list and all(_fits(item, arguments[0]) for item in value)
-    if origin is tuple:  # tuple[int, ...]
-        return type(value) is tuple and all(_fits(item, arguments[0]) for item in value)
-    if hint is os.PathLike:
-        return isinstance(value, PurePath)
-    return type(value) is hint
-
-
-def _leads_away(path: str) -> bool:
-    return path.startswith("/") or ".." in path.split("/")
 
 
 class _Kind(NamedTuple):
@@ -369,8 +241,6 @@ _KINDS = {
     "bytearray": _Kind([bytearray], _octets, lambda octets: bytearray(octets.numpy().tobytes()), Tensor),
     "array": _Kind([np.ndarray], _array_parts, _array),
     "number": _Kind(set(np.sctypeDict.values()), _array_parts, lambda parts: _array(parts)[()]),
-    "failure": _Kind([], _failure_parts, _failure),
-    "record": _Kind([], _record_parts, _record),
 }
 _TAGS = {kind: tag for tag, row in _KINDS.items() for kind in row.types} | {Tensor: "tensor"}
 

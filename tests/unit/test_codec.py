@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch.distributed.checkpoint.planner import SavePlan
 
 from moe_lightning.errors import ConfigurationError, ForeignMessageError
 from moe_lightning.parallel.collectives import MAX_DEPTH, decode, encode
@@ -146,6 +147,7 @@ REFUSED = {
     "a huge number": 10**5000,
     "too deep": nested(MAX_DEPTH + 1),
     "a generator": iter(()),
+    "a plan to save": SavePlan([]),
 }
 
 
