@@ -414,7 +414,7 @@ def check_agreement(value: int, what: str, world: World) -> None:
 def check_versions(world: World, *, recovers: bool = False) -> None:
     """Compare the versions of what plans; collective, when ranks have just met.
 
-    Ranks that differ from rank 0, the oldest of the world, are refused. Another patch of a library is a warning.
+    Ranks that differ from rank 0, the oldest of the world, are refused.
 
     Args:
         recovers: whether a world without the refused ranks is built again: the others are then warned only.
@@ -424,30 +424,26 @@ def check_versions(world: World, *, recovers: bool = False) -> None:
             some is not rank 0's.
     """
     told: list[Mapping[str, str]] = all_gather_json(versions(), world)
-    whose, own = "rank 0 has", told[world.rank]
-    found = {rank: words for rank, its in enumerate(told) if (words := different_versions(its, told[0], whose))}
-    if found:
-        listed = "; ".join(f"rank {rank} has {words}" for rank, words in found.items())
-        sentence = f"{listed}, and would plan otherwise: install the same on all"
-        if not recovers or world.rank in found:
-            raise ConfigurationError(sentence)
-        warnings.warn(sentence, stacklevel=2)
-    elif words := different_versions(own, told[0], whose, with_patches=True):
-        warnings.warn(f"rank {world.rank} has {words}: install the same on all ranks", stacklevel=2)
+    found = {rank: words for rank, its in enumerate(told) if (words := different_versions(its, told[0], "rank 0 has"))}
+    if not found:
+        return
+    listed = "; ".join(f"rank {rank} has {words}" for rank, words in found.items())
+    sentence = f"{listed}, and would plan otherwise: install the same on all"
+    if not recovers or world.rank in found:
+        raise ConfigurationError(sentence)
+    warnings.warn(sentence, stacklevel=2)
 
 
-def different_versions(
-    own: Mapping[str, str], common: Mapping[str, str], whose: str = "the others have", *, with_patches: bool = False
-) -> str:
-    """Describe the versions because of which plans would differ from those of others; "" if there are none.
+def different_versions(own: Mapping[str, str], common: Mapping[str, str], whose: str = "the others have") -> str:
+    """Describe the versions because of which plans would differ from those of others; "" if there are none. Patches of
+    the same library plan the same.
 
     Args:
         common: theirs.
-        with_patches: describe other patches of the same libraries, too, under which plans are the same.
     """
 
     def compared(name: str, version: str) -> object:
-        return version if name == "moe-lightning" or with_patches else version.split(".")[:2]
+        return version if name == "moe-lightning" else version.split(".")[:2]
 
     names = [name for name in own if compared(name, own[name]) != compared(name, common.get(name, ""))]
     return ", ".join(f"{name} {own[name]} where {whose} {common.get(name)}" for name in names)

@@ -129,7 +129,6 @@ class Worlds:
     def __init__(self, axes: MeshShape | None = None, dense: str = "ddp", shard_size: int | None = None) -> None:
         self.axes, self._dense, self._shard_size = axes or MeshShape(), dense, shard_size
         self._present: World | None = None
-        self._has_warned_of_few = False
         self.is_elastic = False
 
     def allow_changes(self) -> None:
@@ -185,23 +184,14 @@ class Worlds:
         return Layout(shape=shape, nodes=numbers, shards=tuple(shards))
 
     def _check_sharers(self, num_ranks: int) -> None:
-        """Refuse a `shard_size` above the number of ranks of a stage. In an elastic run, where more ranks may join,
-        warn once instead: one copy is then sharded over all ranks.
+        """Refuse a `shard_size` above the number of ranks of a stage; but in an elastic run, where more ranks may join,
+        one copy is sharded over all of them.
         """
-        if self._shard_size is None or self._shard_size <= num_ranks:
-            self._has_warned_of_few = False
-            return
-        ranks = f"{num_ranks} ranks" if self.axes.pp == 1 else f"{num_ranks} ranks of a stage"
-        if not self.is_elastic:
+        if self._shard_size is not None and self._shard_size > num_ranks and not self.is_elastic:
+            ranks = f"{num_ranks} ranks" if self.axes.pp == 1 else f"{num_ranks} ranks of a stage"
             raise ConfigurationError(
                 f"shard_size={self._shard_size} is more than the {ranks}: use at most {num_ranks}, or more ranks"
             )
-        if not self._has_warned_of_few:
-            rank_zero_warn(
-                f"shard_size={self._shard_size} is more than the {ranks} that are here: they share one copy of the "
-                "dense parameters until more come"
-            )
-        self._has_warned_of_few = True
 
     def cannot_train(self, num_ranks: int) -> bool:
         """True if an elastic world of so many ranks cannot train because the axes do not divide them. Each rank then
