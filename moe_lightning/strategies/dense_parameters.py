@@ -13,7 +13,7 @@ parameters (REFT's AOR).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -65,7 +66,6 @@ from moe_lightning.strategies.fsdp import (
     shard_dense,
     undo_shard,
 )
-from moe_lightning.strategies.placed_experts import fits_every_rank
 from moe_lightning.strategies.worlds import Worlds
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class DenseParts:
         if not self.is_cut:
             return False
         self.reshard()  # a callback may have called the module
-        if not fits_every_rank(self._state.training_state().dense.values(), most_bytes, world):
+        if not _fits_every_rank(self._state.training_state().dense.values(), most_bytes, world):
             return False
         whole = reshard(self.held(), without_memory(self.blocks(Part())), world)
         self.leave_world()
@@ -414,6 +414,22 @@ class DenseParts:
         after = dict(module.named_parameters())
         self._state.replace_parameters({old: after[name] for name, old in before.items()})
         return after
+
+
+def _fits_every_rank(parameters: Iterable[nn.Parameter], most_bytes: int, world: World) -> bool:
+    """True if every rank may keep whole parameters after training, else rank 0 warns; collective.
+
+    Args:
+        most_bytes: that this rank may keep.
+    """
+    nbytes = sum(whole_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
+    fits: bool = nbytes <= min(all_gather_json(most_bytes, world))
+    if not fits:
+        rank_zero_warn(
+            "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank has "
+            "its part only, so continue from a checkpoint"
+        )
+    return fits
 
 
 @torch.no_grad()

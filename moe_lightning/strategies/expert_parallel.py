@@ -90,6 +90,7 @@ from moe_lightning.strategies.options import PlacementOptions, RunOptions, check
 from moe_lightning.strategies.pipeline import Context, Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
 from moe_lightning.strategies.precision import convert_by_rule
+from moe_lightning.strategies.stages import undo_cut
 from moe_lightning.strategies.state_check import CheckInterval
 from moe_lightning.strategies.step_data import (
     StepData,
@@ -557,6 +558,7 @@ class ExpertParallelStrategy(DDPStrategy):
             return
         module = self.lightning_module
         assert module is not None
+        undo_cut(module)
         convert_by_rule(self.precision_plugin, lambda: self.state.stages.whole_module())
         fixed = FIXED_GROUPS if self.state.fixes_groups else None
         check_module(trainer, module, cuts_dense=self.state.parts.is_enabled, fixed_groups=fixed)
@@ -570,9 +572,10 @@ class ExpertParallelStrategy(DDPStrategy):
                 check_for_pipeline(module, stage_size=self.world.stage.size)
                 self._pipeline = Pipeline(module, self.options.schedule, self.steps, self.worlds, self.update.scaled)
             stages = StageMap(module, self.worlds, None if self._pipeline is None else self._pipeline.cut)
+            stages.cut.apply(self.root_device)  # before experts without values meet
             self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
         self._gathered = self._gathered if keeps_weights else None
-        self.state.stages.apply(self.root_device)
+        self.state.stages.cut.apply(self.root_device)
         for layer in self.state.stages.layers:
             layer.resume_world()
         self._is_placed = True
@@ -641,10 +644,10 @@ class ExpertParallelStrategy(DDPStrategy):
         self.update.finite.finish()
         # In an elastic run a rank that is lost now must not end the others.
         if not self.worlds.is_elastic and self.world.size > 1:
-            room, ranks = gather_limit(self.num_processes), self.world.stage
-            self.state.shards.gather(ranks, room)
-            self.state.stages.gather(room)
-            self._gathered = gather_experts(self.experts, self.state.stages, room)
+            room = gather_limit(self.num_processes)
+            self.state.shards.gather(self.world.stage, room)
+            if self._pipeline is None:  # whose ranks keep their stages only
+                self._gathered = gather_experts(self.experts, room)
             private_lightning.act_on_signals(self.state.trainer, partial(any_says, world=self.world), ends=True)
 
     @override
@@ -662,8 +665,6 @@ class ExpertParallelStrategy(DDPStrategy):
         self.update.end(self.precision_plugin)
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
-        if self._pipeline is not None:  # also where placing the experts failed
-            self.state.replace_parameters(self._pipeline.cut.restore_values())
 
     # ------------------------------------------------------------------ placement
 

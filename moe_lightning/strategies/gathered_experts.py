@@ -21,9 +21,9 @@ Stacks = Sequence[Mapping[str, Tensor]]
 """All experts of each MoE layer, by the name of the stacked parameter."""
 
 
-def gather_experts(experts: PlacedExperts, stages: StageMap, most_bytes: int) -> Stacks | None:
-    """Return all experts of all stages; None if they take more than the least limit of the ranks. Collective."""
-    stacks, world = stages.stacks(experts), stages.world
+def gather_experts(experts: PlacedExperts, most_bytes: int) -> Stacks | None:
+    """Return all experts; None if they take more than the least limit of the ranks. Collective."""
+    stacks, world = experts.stacks, experts.world
     entries = [(stack.num_experts, p) for stack in stacks for p in stack.parameters.values()]
     needed = sum(count * p.shape[1:].numel() * p.element_size() for count, p in entries)
     if needed > min(all_gather_json(most_bytes, world)):

@@ -13,15 +13,14 @@ Shapes: S slots of this rank, E experts, L layers, N ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -46,9 +45,8 @@ from moe_lightning.parallel.collectives import (
 )
 from moe_lightning.parallel.context import World, agree, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import stage_ranks
-from moe_lightning.state.pieces import Block
-from moe_lightning.state.tensors import cuts_of, whole_shape
-from moe_lightning.state.transfer import Unit, install, reshard, transfer, without_memory
+from moe_lightning.state.tensors import cuts_of
+from moe_lightning.state.transfer import install, transfer
 from moe_lightning.strategies.stages import StageCut
 from moe_lightning.strategies.worlds import Worlds
 
@@ -480,28 +478,29 @@ class StageMap:
     Args:
         module: the model.
         worlds: the present world.
-        cut: the stages of a pipeline on this rank; None: the model is not cut.
+        cut: the stages of a pipeline on this rank; None: the model is one stage, which every rank holds.
 
     Attributes:
-        cut: as given.
+        cut: the stages on this rank.
         num_stages: of the model.
         held: stages whose dense values are on this rank.
-        placements: of all layers of a pipeline, each among the ranks of its stage.
+        placements: of all layers, each among the ranks of its stage.
     """
 
     def __init__(self, module: nn.Module, worlds: Worlds, cut: StageCut | None = None) -> None:
-        self.cut, self._module, self._worlds = cut, module, worlds
-        self.num_stages = 1 if cut is None else cut.num_stages
-        self.held: Sequence[int] = self._own_stages
+        self.cut, self._module, self._worlds = cut or StageCut(module, (0,), 1), module, worlds
+        self.num_stages = self.cut.num_stages
+        self.held: Sequence[int] = self.cut.stages
         self.placements: list[Placement] = []
+        self._ranks: list[Sequence[int]] = []  # that hold each stage of a pipeline
+        self._names: list[str] = []  # in the whole state_dict
         self._stage_of: dict[str, int] = {}  # by name of a parameter or buffer
         self._shared: set[str] = set()  # buffers that every stage has
         if cut is None:
             return
-        self._layers = cut.layers()
         size, axes = worlds.present.size, worlds.axes
         everyone = range(size) if worlds.cannot_train(size) else None
-        self._ranks: list[Sequence[int]] = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
+        self._ranks = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
         with cut.whole():
             self._names = list(module.state_dict(keep_vars=True))
             self._stage_of = {
@@ -522,10 +521,6 @@ class StageMap:
         """The ranks of the other stages for this rank's samples."""
         return self._worlds.present.pipe
 
-    @property
-    def _own_stages(self) -> Sequence[int]:
-        return (0,) if self.cut is None else self.cut.stages
-
     # ------------------------------------------------------------------ stages and ranks
 
     def lose_values(self) -> None:
@@ -534,17 +529,17 @@ class StageMap:
 
     def values_arrived(self) -> None:
         """All stages on this rank have their dense values."""
-        self.held = self._own_stages
+        self.held = self.cut.stages
 
     @property
     def ranks(self) -> Sequence[Sequence[int]]:
         """Global ranks that hold each stage."""
-        return [range(self.world.size)] if self.cut is None else self._ranks
+        return self._ranks or [range(self.world.size)]
 
     @property
     def own_ranks(self) -> Sequence[int]:
         """Global ranks that hold the stages here."""
-        return self.ranks[self._own_stages[0]]
+        return self.ranks[self.cut.stages[0]]
 
     @property
     def num_ranks(self) -> int:
@@ -563,23 +558,21 @@ class StageMap:
 
     def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
         """Return which of these ranks will hold each stage, once they are a world."""
-        if self.cut is None:
+        if self.num_stages == 1:
             return [ranks]
         axes = self._worlds.axes
         return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(self.num_stages)]
 
     def sharers(self, world: World) -> tuple[World, Sequence[int]]:
         """Return the ranks of a world that hold the same stages as this one, and their numbers there."""
-        if self.cut is None:
-            return world, range(world.size)
         peers = next((own for own in self.ranks_in(range(world.size)) if world.rank in own), [world.rank])
+        if len(peers) == world.size:
+            return world, peers
         return world.own_stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
 
     def layers_of(self, of_stages: Sequence[T]) -> list[T]:
         """Return the entry of each layer's stage."""
-        if self.cut is None:
-            return [of_stages[0] for _ in self.layers]
-        return [of_stages[stage] for _, stage in self._layers]
+        return [of_stages[stage] for _, stage in self.cut.layers]
 
     def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
@@ -591,28 +584,22 @@ class StageMap:
 
     def whole_module(self) -> AbstractContextManager[None]:
         """Restore the parts of all stages inside, for code that counts or numbers parameters."""
-        return nullcontext() if self.cut is None else self.cut.whole()
-
-    def apply(self, device: torch.device) -> None:
-        """Remove the parts of other stages again, in another run of the Trainer."""
-        if self.cut is not None:
-            self.cut.apply(device)
+        return self.cut.whole()
 
     def transform_hidden(self, part: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
         """Apply a function to the hidden states before a part, on every stage, if it is a block at which the model is
         cut. Returns True if it is one.
         """
-        block = None if self.cut is None else self.cut.number_of(part)
-        if self.cut is None or block is None:
-            return False
-        self.cut.entering[block] = function
-        return True
+        block = self.cut.number_of(part)
+        if block is not None:
+            self.cut.entering[block] = function
+        return block is not None
 
     # ------------------------------------------------------------------ dense values
 
     def stage_of(self, name: str) -> int:
         """Return the stage that has a parameter."""
-        return 0 if self.cut is None else self._stage_of[name]
+        return self._stage_of.get(name, 0)
 
     def belongs(self, name: str, stage: int) -> bool:
         """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
@@ -622,23 +609,21 @@ class StageMap:
         """Return the global ranks that hold a parameter or buffer. All have a buffer outside of blocks, and the last
         stage, which runs whole steps, has the valid values.
         """
-        return tuple(self.ranks[self.num_stages - 1 if name in self._shared else self._stage_of.get(name, 0)])
+        return tuple(self.ranks[self.num_stages - 1 if name in self._shared else self.stage_of(name)])
 
     @property
     def dense_holders(self) -> Sequence[tuple[int, ...]]:
         """Global ranks that hold each part of the dense parameters."""
-        return self.world.row_cut.holders if self.cut is None else [tuple(ranks) for ranks in self._ranks]
+        return [tuple(ranks) for ranks in self._ranks] or self.world.row_cut.holders
 
     def absent_parameters(self) -> Sequence[nn.Parameter]:
         """Return the dense parameters of other stages, which have no values here."""
-        if self.cut is None:
-            return ()
         with self.cut.whole():
             return [parameter for *_, parameter, _ in self.cut.dense() if parameter.is_meta]
 
     def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
         """Remove absent parameters from the optimizers, which were built with all parameters."""
-        if self.cut is None:
+        if self.num_stages == 1:
             return
         here = set(self._module.parameters())
         for optimizer in optimizers:
@@ -648,33 +633,12 @@ class StageMap:
                         optimizer.state.pop(parameter, None)
                 group["params"] = [p for p in group["params"] if p in here]
 
-    @torch.no_grad()
-    def gather(self, most_bytes: int) -> None:
-        """Gather the dense values of all stages on every rank after training, unless they take more than this on some
-        rank; collective in a pipeline.
-        """
-        if self.cut is None:
-            return
-        with self.cut.whole():
-            entries = list(self.cut.dense())
-        if not fits_every_rank((p for *_, p, _ in entries), most_bytes, self.world):
-            return
-        have, want = dict[Unit, dict[str, Tensor]](), dict[Unit, tuple[nn.Module, str]]()
-        for number, (part, name, parameter, stage) in enumerate(entries):
-            unit = str(number), Block.of(whole_shape(parameter))
-            if self.world.rank in self._ranks[stage]:
-                have[unit] = {"": parameter.detach()}
-            else:
-                want[unit] = part, name
-        for unit, tensors in reshard(have, without_memory(want), self.world).items():
-            self.cut.gathered_values[want[unit]] = tensors[""]
-
     # ------------------------------------------------------------------ experts
 
     @property
     def layers(self) -> list[MoELayer]:
         """The MoE layers of all stages."""
-        return moe_layers(self._module) if self.cut is None else [layer for layer, _ in self._layers]
+        return [layer for layer, _ in self.cut.layers]
 
     @property
     def numbers(self) -> list[int]:
@@ -684,25 +648,21 @@ class StageMap:
     @property
     def without_layers(self) -> list[int]:
         """Stages of a pipeline whose ranks, which may be those of several, have no MoE layer at all."""
-        if self.cut is None:
-            return []
         with_layers = {tuple(ranks) for ranks in self.layers_of(self.ranks)}
         return [stage for stage, ranks in enumerate(self.ranks) if tuple(ranks) not in with_layers]
 
     def own(self, of_layers: Sequence[T]) -> list[T]:
         """Select the entries of the layers here from those of all layers."""
-        if self.cut is None:
-            return list(of_layers)
         stages = self.layers_of(range(self.num_stages))
-        return [one for one, stage in zip(of_layers, stages, strict=True) if stage in self._own_stages]
+        return [one for one, stage in zip(of_layers, stages, strict=True) if stage in self.cut.stages]
 
     def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
         """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
-        if self.cut is None:
+        if self.num_stages == 1:
             return experts.stacks
         own = dict(zip(experts.layers, experts.stacks, strict=True))
         found = []
-        for (layer, stage), first in zip(self._layers, self.placements, strict=True):
+        for (layer, stage), first in zip(self.cut.layers, self.placements, strict=True):
             stack = own.get(layer)
             here = first if stack is None else stack.placement
             found.append(
@@ -723,7 +683,7 @@ class StageMap:
 
     def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
         """Return the placements of all layers from those of the layers here; collective over the stages."""
-        if self.cut is None:
+        if self.num_stages == 1:
             return list(own)
         experts = max((layer.num_experts for layer in self.layers), default=0)
         tables = [torch.tensor(placement.replicas) for placement in own]
@@ -765,11 +725,11 @@ class StageMap:
         Args:
             own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
         """
-        if self.cut is None:
+        if self.num_stages == 1:
             return own_LE
         experts = max((layer.num_experts for layer in self.layers), default=0)
         device, shape = self.world.device, (experts,) if own_LE is None else own_LE.shape[1:]
-        all_LE = torch.zeros(len(self._layers), *shape, dtype=torch.int64, device=device)
+        all_LE = torch.zeros(len(self.layers), *shape, dtype=torch.int64, device=device)
         if own_LE is not None:
             all_LE[self.numbers] = own_LE.to(device)
         all_reduce_(all_LE, self.pipe)
@@ -783,7 +743,7 @@ class StageMap:
         Args:
             state: state_dict of this rank's parts.
         """
-        if self.cut is None:
+        if self.num_stages == 1:
             return full_model_state(state, experts.keys(self._module), self.world, cuts=cuts_of(self._module))
         owners = {parameter: stack for stack in self.stacks(experts) for parameter in stack.parameters.values()}
         with self.cut.whole():
@@ -799,23 +759,7 @@ class StageMap:
 
     def own_part(self, full: Mapping[str, Any]) -> Mapping[str, Any]:
         """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""
-        if self.cut is None:
+        if self.num_stages == 1:
             return full
         others = set(self._names) - set(self._module.state_dict(keep_vars=True))
         return {name: value for name, value in full.items() if name not in others}
-
-
-def fits_every_rank(parameters: Iterable[nn.Parameter], most_bytes: int, world: World) -> bool:
-    """True if every rank may keep whole parameters after training, else rank 0 warns; collective.
-
-    Args:
-        most_bytes: that this rank may keep.
-    """
-    nbytes = sum(whole_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
-    fits: bool = nbytes <= min(all_gather_json(most_bytes, world))
-    if not fits:
-        rank_zero_warn(
-            "training has ended, and the dense parameters are larger than what a rank may keep of them: every rank has "
-            "its part only, so continue from a checkpoint"
-        )
-    return fits

@@ -22,7 +22,7 @@ from moe_lightning.arrays import cut
 from moe_lightning.compat import private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Experts
-from moe_lightning.moe.layer import MoELayer
+from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.moe.losses import AbsentBlock
 from moe_lightning.state.tensors import replacement, whole_shape
 
@@ -62,7 +62,8 @@ class Left(BaseException):
 
 
 class StageCut:
-    """Parts of a module on this rank: parts of other stages are removed, and restored without values.
+    """Parts of a module on this rank: parts of other stages are removed, and restored without values. A module of one
+    stage stays as it is.
 
     Args:
         module: the whole module; `apply` cuts it.
@@ -70,8 +71,7 @@ class StageCut:
         num_stages: of all ranks.
 
     Attributes:
-        module: as given.
-        gathered_values: dense values of other stages, by part and name, for `restore_values`.
+        module, num_stages: as given.
         bounds: index of the first block of each stage, and the number of blocks.
         entering: functions of hidden states that run before a block, by its number, on every stage.
 
@@ -82,15 +82,15 @@ class StageCut:
     def __init__(self, module: nn.Module, stages: Sequence[int], num_stages: int) -> None:
         self.stages, self.num_stages = tuple(stages), num_stages
         self.module = module
-        self._list = blocks_of(module, num_stages)
+        self._list = blocks_of(module, num_stages) if num_stages > 1 else nn.ModuleList()
         self._blocks = list(self._list)
         self.bounds = cut(len(self._blocks), num_stages)
-        self._stage_of = self._owners()
+        self._stage_of = self._owners() if num_stages > 1 else {}
+        self._layers = moe_layers(module)
         self._check_shared()
         self._absent = [AbsentBlock() for _ in self._blocks]
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
-        self.gathered_values: dict[tuple[nn.Module, str], Tensor] = {}
         self.entering: dict[int, Callable[[Tensor], Tensor]] = {}
         self._is_applied, self._device = False, torch.device("cpu")
 
@@ -102,7 +102,7 @@ class StageCut:
 
     def stage_of(self, part: nn.Module) -> int:
         """Return the stage that holds the parameters of a part of the module."""
-        return self._stage_of[part]
+        return self._stage_of.get(part, 0)
 
     def _owners(self) -> dict[nn.Module, int]:
         found: dict[nn.Module, int] = {}
@@ -125,17 +125,18 @@ class StageCut:
         seen: dict[nn.Parameter, tuple[str, int]] = {}
         for prefix, part in self.module.named_modules(remove_duplicate=False):
             for name, parameter in part.named_parameters(prefix, recurse=False):
-                first, stage = seen.setdefault(parameter, (name, self._stage_of[part]))
-                if stage != self._stage_of[part]:
+                first, stage = seen.setdefault(parameter, (name, self.stage_of(part)))
+                if stage != self.stage_of(part):
                     raise ConfigurationError(
                         f"{name} is {first} too, in another stage of mesh.pp, and both would train apart: untie them "
                         "(model.tie_embeddings=false), or drop mesh.pp"
                     )
 
+    @property
     def layers(self) -> list[tuple[MoELayer, int]]:
-        """Return all MoE layers of the whole module in order, each with its stage."""
-        with self.whole():
-            return [(part, self._stage_of[part]) for part in self.module.modules() if isinstance(part, MoELayer)]
+        """All MoE layers of the whole module in order, each with its stage."""
+        found = self._layers if self._blocks else moe_layers(self.module)  # of which a user may have replaced some
+        return [(layer, self.stage_of(layer)) for layer in found]
 
     def is_outside(self, part: nn.Module) -> bool:
         """True if a part of the module is in no block, so that every stage runs its code."""
@@ -145,17 +146,22 @@ class StageCut:
 
     @torch.no_grad()
     def apply(self, device: torch.device) -> None:
-        """Cut the module and drop values of other stages. A rank that holds all stages runs whole steps."""
+        """Cut the module and drop values of other stages. A rank that holds all stages runs whole steps.
+
+        Raises:
+            ConfigurationError: own parts have no values.
+        """
         if self._is_applied:
             return
         self._device, self._is_applied = device, True
+        self._require_values()
         self._drop_values({})
         if self.is_whole:
             return
         for index, block in enumerate(self._blocks):
             is_own = self.stage_of_block(index) in self.stages
             here = block if is_own else self._absent[index]
-            here.forward = _Gate(self.flow, index, here)
+            here.forward = _Gate(self, index, here)
             self._list[index] = here
         for part in self.module.modules():
             if part in self._stage_of and self._stage_of[part] not in self.stages:
@@ -218,27 +224,10 @@ class StageCut:
             for name, parameter in part.named_parameters(recurse=False) if not isinstance(part, Experts) else ():
                 yield part, name, parameter, stage
 
-    def restore_values(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Restore all parts at the end of the Trainer, with the gathered values of other stages.
-
-        Returns:
-            New parameters by those that they replace.
-        """
-        self.undo()
-        others: dict[nn.Parameter, nn.Parameter] = {}
-        for part, stage in self._stage_of.items():
-            if isinstance(part, Experts) and stage not in self.stages:
-                for name, parameter in part.stacked_parameters().items():  # of no expert
-                    _put(part, name, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype), others)
-        for (part, name), values in self.gathered_values.items():
-            _put(part, name, values, others)
-        self.gathered_values = {}
-        return others
-
     @contextmanager
     def whole(self) -> Generator[None, None, None]:
         """Restore all parts inside, for code that counts or numbers parameters."""
-        if not self._is_applied:
+        if not (self._is_applied and self._blocks):
             yield
             return
         self.undo()
@@ -247,18 +236,22 @@ class StageCut:
         finally:
             self.apply(self._device)
 
+    def _require_values(self) -> None:
+        for part in self.module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter.is_meta and self.stage_of(part) in self.stages and not isinstance(part, Experts):
+                    raise ConfigurationError(
+                        f"{name} has no values, as another training in a pipeline leaves the stages of other ranks: "
+                        "build the module again and load a checkpoint"
+                    )
+
     def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
-        for part, stage in self._stage_of.items():
-            if stage not in self.stages and isinstance(part, Experts):
+        for part in (part for part, stage in self._stage_of.items() if stage not in self.stages):
+            if isinstance(part, Experts):
                 part.drop_slots()
             for name, parameter in list(part.named_parameters(recurse=False)):
-                if stage not in self.stages and not parameter.is_meta:
+                if not parameter.is_meta:
                     _put(part, name, torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta"), others)
-                elif stage in self.stages and parameter.is_meta and not isinstance(part, Experts):
-                    raise ConfigurationError(
-                        "this module holds the parts of other stages of a pipeline only, as another training has left "
-                        "it: build it again and load a checkpoint"
-                    )
 
     def borrowed(self) -> Mapping[Tensor, tuple[str, int]]:
         """Return name and stage of each parameter that is zeros here, by the zeros."""
@@ -295,12 +288,12 @@ def _put(part: nn.Module, name: str, values: Tensor, others: dict[nn.Parameter, 
 class _Gate:
     """Replacement of a block's forward method."""
 
-    def __init__(self, flow: _Flow, index: int, block: nn.Module) -> None:
-        self._flow, self._index, self._own = flow, index, block.forward
+    def __init__(self, cut: StageCut, index: int, block: nn.Module) -> None:
+        self.cut, self._index, self._own = cut, index, block.forward
         self._replaced = block.__dict__.get("forward")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._flow.through_block(self._index, self._own, arguments, named)
+        return self.cut.flow.through_block(self._index, self._own, arguments, named)
 
     def undo(self, block: nn.Module) -> None:
         del block.__dict__["forward"]
@@ -311,6 +304,14 @@ class _Gate:
 def is_gated(part: nn.Module) -> bool:
     """True if a module is a block of a model cut in stages, whose calls may be answered without its own code."""
     return isinstance(part.__dict__.get("forward"), _Gate)
+
+
+def undo_cut(module: nn.Module) -> None:
+    """Restore the parts of a module that another training may have left cut; those of other stages have no values."""
+    gates = (part.__dict__.get("forward") for part in module.modules())
+    gate = next((gate for gate in gates if isinstance(gate, _Gate)), None)
+    if gate is not None:
+        gate.cut.undo()
 
 
 class _Flow:
@@ -372,7 +373,8 @@ class _Flow:
         if self.stage is None:
             raise ConfigurationError(
                 "a block was called outside of the forward pass of a step (activation checkpointing, or a call between "
-                "steps), where mesh.pp has no hidden states for it: drop that, or mesh.pp"
+                "steps or after training), where mesh.pp has no hidden states for it: drop that, or mesh.pp, or load a "
+                "checkpoint into another module"
             )
         chunk = self._stages.chunk(self.stage)
         if index == chunk.stop:

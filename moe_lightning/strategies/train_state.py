@@ -453,7 +453,7 @@ class StateTransfer:
     def _hold(self, wanted: Collection[int]) -> None:
         """Hold these stages of a pipeline, and their layers."""
         stages, experts = self._state.stages, self._state.experts
-        if stages.cut is None:
+        if stages.num_stages == 1:
             return
         placements: dict[Any, Placement] = dict(zip(stages.layers, stages.placements, strict=True))
         placements |= dict(zip(experts.layers, experts.placements, strict=True))
@@ -510,7 +510,7 @@ class StateTransfer:
         everyones = plan_migration(held, placements, world.nodes)
         transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
         experts.enter_world(world, [placements[number] for number in here], held[here], optimizers, transfers)
-        if stages.cut is None:
+        if stages.num_stages == 1:
             return
         self._hold(set(own))
         stages.assign(ranks, placements)
@@ -534,7 +534,7 @@ class StateTransfer:
         repair = repair_stages(
             held, stages.layers_of(ranks), nodes=nodes, min_replicas=min_replicas, max_slots=state.max_slots
         )
-        if stages.cut is None:
+        if stages.num_stages == 1:
             self._move_experts(world, repair.placements, held, ranks, None)
             return
         state.parts.leave_world()
