@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -272,13 +272,8 @@ class MoELayer(nn.Module):
         self.dispatcher = dispatcher
         self.ended = None
 
-    def move(self, dispatcher: Dispatcher, arrived: Container[int] = ()) -> None:
-        """Use another dispatcher, to whose slots the rows of experts have been moved.
-
-        Args:
-            arrived: experts whose rows have come from other ranks.
-        """
-        self.experts.move(dispatcher.slot_experts, arrived)
+    def dispatch_by(self, dispatcher: Dispatcher) -> None:
+        """Use another dispatcher of the present slots."""
         self.dispatcher = dispatcher
 
     def leave_ranks(self) -> None:

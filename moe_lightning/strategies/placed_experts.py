@@ -225,6 +225,7 @@ class PlacedExperts:
         ranks = range(world.size)
         self.room = [[len(in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._set_stacks(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
+        self._replica_sum = ReplicaSum(self.stacks, world)
 
     def _dispatcher(self, layer: int, placement: Placement, slots: Sequence[int]) -> Dispatcher:
         """Build a dispatcher of a layer in the present world."""
@@ -251,7 +252,13 @@ class PlacedExperts:
     def _set_stacks(self, stacks: list[ExpertStack]) -> None:
         self.stacks = stacks
         self.stack_of = {parameter: stack for stack in stacks for parameter in stack.parameters.values()}
-        self._replica_sum = ReplicaSum(stacks, self.world)
+
+    def _use(self, dispatchers: Sequence[Dispatcher]) -> None:
+        """Give the layers dispatchers of their present slots."""
+        for layer, dispatcher in zip(self.layers, dispatchers, strict=True):
+            layer.dispatch_by(dispatcher)
+        self._replica_sum = ReplicaSum(self.stacks, self.world)
+        self.set_speeds(self.speeds)
 
     def is_up_to_date(self) -> bool:
         """True if the module's layers and their parameters are still those that were placed."""
@@ -306,7 +313,9 @@ class PlacedExperts:
             dispatchers = self._dispatchers(placements)
         before = [layer.experts.slot_experts for layer in self.layers]
         transfers = plan_migration(held_states(self.placements), placements, nodes)
-        sent = self._move(placements, dispatchers, before, optimizers, transfers)
+        after = [dispatcher.slot_experts for dispatcher in dispatchers]
+        sent = self._move(placements, before, after, optimizers, transfers)
+        self._use(dispatchers)
         return MigrationReport(moved_states=len(transfers), sent_bytes=sent, migration_s=time.perf_counter() - began)
 
     def enter_world(
@@ -317,13 +326,13 @@ class PlacedExperts:
         optimizers: Sequence[Optimizer],
         transfers: Sequence[Transfer],
     ) -> None:
-        """Enter another world: the same rows, new peers; experts move to the ranks of the placements. Collective.
+        """Move experts to the ranks of placements in another world, where `dispatch_among` follows; collective.
 
         Slots grow where a placement needs more, or other ranks have more: all then have the same number.
         Parameters and optimizers stay the same objects.
 
         Args:
-            world: the new ranks; dispatch groups span all of it.
+            world: the new ranks.
             placements: one for each layer, for these ranks.
             held: bool [L, E, N], experts that each rank still holds, whole; an expert that no rank holds gets a row of
                 zeros, which is restored later.
@@ -332,18 +341,16 @@ class PlacedExperts:
         """
         needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
         slots = max(all_gather_json(max([needed, *(room for layer in self.room for room in layer)]), world))
-        self.speeds = None
-        self.world, self._groups = world, dispatch_groups(world.size, world.size)
+        self.world = world
         self.room = [[slots] * world.size for _ in placements]
-        before, dispatchers = [], []
+        before, after = [], []
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             grow(layer, slots, optimizers)
             mine = held[index, :, world.rank]
             before.append(tuple(e if e >= 0 and mine[e] else VACANT for e in layer.experts.slot_experts))
             # Rows that are out of date keep their slots, too: what is frozen in them is never out of date.
-            after = next_slots(layer.experts.slot_experts, placement.experts_on(world.rank))
-            dispatchers.append(self._dispatcher(index, placement, after))
-        self._move(placements, dispatchers, before, optimizers, transfers)
+            after.append(next_slots(layer.experts.slot_experts, placement.experts_on(world.rank)))
+        self._move(placements, before, after, optimizers, transfers)
 
     def hold(self, layers: Sequence[MoELayer], placements: Sequence[Placement]) -> None:
         """Set the layers, in the slots as they are, until `dispatch_among` gives them dispatchers.
@@ -354,39 +361,41 @@ class PlacedExperts:
         for layer in set(self.layers) - set(layers):
             layer.leave_ranks()
         self.layers = list(layers)
-        self.stacks = self._stacks([layer.experts.slot_experts for layer in layers], placements)
-        self.stack_of = {parameter: stack for stack in self.stacks for parameter in stack.parameters.values()}
+        self._set_stacks(self._stacks([layer.experts.slot_experts for layer in layers], placements))
 
     def dispatch_among(self, layers: Sequence[MoELayer], placements: Sequence[Placement], world: World) -> None:
-        """Set the layers and give them dispatchers among these ranks, in the slots as they are."""
-        self.world, self._groups = world, dispatch_groups(world.size, world.size)
+        """Set the layers and give them dispatchers among these ranks, in the slots as they are: dispatch groups span
+        all ranks, whose speeds are taken for equal.
+        """
+        self.world, self._groups, self.speeds = world, dispatch_groups(world.size, world.size), None
         self.hold(layers, placements)
         self.room = [[layer.experts.num_slots] * world.size for layer in layers]
+        dispatchers = []
         for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
-            layer.move(self._dispatcher(index, placement, layer.experts.slot_experts))
-        self._set_stacks(self.stacks)
+            dispatchers.append(self._dispatcher(index, placement, layer.experts.slot_experts))
+        self._use(dispatchers)
 
     def _move(
         self,
         placements: Sequence[Placement],
-        dispatchers: Sequence[Dispatcher],
         before: Sequence[tuple[int, ...]],
+        after: Sequence[tuple[int, ...]],
         optimizers: Sequence[Optimizer],
         transfers: Sequence[Transfer],
     ) -> int:
-        """Transfer rows to the placements' ranks and give the layers their new dispatchers. Returns the bytes that this
-        rank has sent.
+        """Transfer rows to the placements' ranks, and return the bytes that this rank has sent.
+
+        Args:
+            before, after: experts in the slots of each layer.
         """
-        stacks = self._stacks([dispatcher.slot_experts for dispatcher in dispatchers], placements)
         for parameter in self.stack_of:
             parameter.grad = None
-        former = self._stacks(before, placements)
-        sent_bytes = migrate_rows(former, stacks, optimizers, transfers, self.world)
+        stacks = self._stacks(after, placements)
+        sent_bytes = migrate_rows(self._stacks(before, placements), stacks, optimizers, transfers, self.world)
         here = [t for t in transfers if t.target == self.world.rank]
-        for index, (layer, dispatcher) in enumerate(zip(self.layers, dispatchers, strict=True)):
-            layer.move(dispatcher, arrived={t.expert for t in here if t.layer == index})
+        for index, (layer, slots) in enumerate(zip(self.layers, after, strict=True)):
+            layer.experts.move(slots, {t.expert for t in here if t.layer == index})
         self._set_stacks(stacks)
-        self.set_speeds(self.speeds)
         return sent_bytes
 
     def _dispatchers(self, placements: Sequence[Placement]) -> list[Dispatcher]:
@@ -484,7 +493,7 @@ class StageMap:
         cut: the stages on this rank.
         num_stages: of the model.
         held: stages whose dense values are on this rank.
-        placements: of all layers, each among the ranks of its stage.
+        placements: of all layers of a pipeline, each among the ranks of its stage.
     """
 
     def __init__(self, module: nn.Module, worlds: Worlds, cut: StageCut | None = None) -> None:

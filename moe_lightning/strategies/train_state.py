@@ -511,6 +511,7 @@ class StateTransfer:
         transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
         experts.enter_world(world, [placements[number] for number in here], held[here], optimizers, transfers)
         if stages.num_stages == 1:
+            experts.dispatch_among(experts.layers, placements, world)
             return
         self._hold(set(own))
         stages.assign(ranks, placements)

@@ -241,6 +241,7 @@ def place_in_a_world_of_unlike_rooms(rank: int, world_size: int) -> list[str | N
         grow(experts.layers[0], 5, ())
         experts.room = [[5, 5]]
     experts.enter_world(world, [halves], held_states([halves]), (), [])
+    experts.dispatch_among(experts.layers, [halves], world)
     told: list[str | None] = []
     for on_rank_0 in (5, 6):
         replicas = np.array([[int(e < on_rank_0), int(e >= 3)] for e in range(6)])
