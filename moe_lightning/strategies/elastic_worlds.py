@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -488,20 +487,11 @@ class ElasticWorlds:
             self._save()
         try:
             store_barrier(engine.store, "hand over", world.size, timeout.total_seconds())
-        except (dist.DistError, TimeoutError):
+        except (dist.DistError, TimeoutError):  # a faster rank has met all others, and has broken the world up
             if engine.reason != reason:
                 raise
-        left = [f"left/{rank}" for rank, notice in enumerate(notices) if notice is not None]
         if notice is not None:
-            with suppress(dist.DistError):  # the world breaks now for another reason, and this rank is done
-                engine.store.set(f"left/{world.rank}", "")
             raise Preempted(notice)
-        if left:
-            try:
-                engine.store.wait(left, timeout)
-            except dist.DistError:  # a faster rank has seen them all leave, and has broken the world up
-                if engine.reason != reason:
-                    raise
         return world.rank >= num_placed
 
     def _save(self) -> None:
