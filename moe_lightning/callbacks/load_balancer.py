@@ -55,7 +55,7 @@ def merged(states: Iterable[State | None]) -> State | None:
 
 
 def balanced_ranks(strategy: ExpertParallelStrategy) -> Cluster:
-    """The ranks that share the experts of a layer, in a pipeline those of this rank's stages; collective there.
+    """Return the ranks that share the experts of a layer, in a pipeline those of this rank's stages.
 
     Raises:
         ConfigurationError: what cannot be balanced.
@@ -71,17 +71,15 @@ def balanced_ranks(strategy: ExpertParallelStrategy) -> Cluster:
             f"LoadBalancer plans in every stage of mesh.pp, but the ranks of stages {bare} have no MoE layer: cut the "
             "model otherwise (mesh.pp, schedule, moe_every), or drop the callback"
         )
-    room = {slots for layer in experts.room for slots in layer}
-    if len(room) > 1:
+    slots = {layer.experts.num_slots for layer in experts.layers}
+    if len(slots) > 1:
         raise ConfigurationError(
-            f"LoadBalancer needs as many slots on every rank, but ranks keep {sorted(room)}: "
-            f"set the strategy's slots, to {max(room)} or more"
+            f"LoadBalancer needs as many slots for every MoE layer, but layers have {sorted(slots)}: "
+            f"set the strategy's slots, to {max(slots)} or more"
         )
     if len(experts.layers[0].dispatcher.groups) > 1:
         raise ConfigurationError("LoadBalancer needs one dispatch group: drop the strategy's ep_size")
-    # Ranks of an elastic run may have kept more room than those that came later, or from another stage.
-    slots = min(all_gather_json(room.pop(), strategy.world.stage)) if strategy.worlds.is_elastic else room.pop()
-    return Cluster(node_of=stages.nodes(strategy.world.nodes), slots_per_rank=slots)
+    return Cluster(node_of=stages.nodes(strategy.world.nodes), slots_per_rank=slots.pop())
 
 
 def min_replicas(strategy: ExpertParallelStrategy, wanted: int | None) -> int:

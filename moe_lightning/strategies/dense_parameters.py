@@ -230,7 +230,7 @@ class DenseParts:
         Args:
             cuts: by tensor index.
         """
-        for parameter in self._state.stages.absent_parameters():
+        for parameter in self._state.stages.cut.absent_parameters():
             if parameter.ndim:
                 rows = TensorCut(shape=tuple(parameter.shape)) if self.is_in_rows else None
                 mark(parameter, cuts.get(parameter, rows))

@@ -128,7 +128,7 @@ class ExpertParallelStrategy(DDPStrategy):
         placement: instead of the uniform one, replicas as a nested list [E, N] or [L, E, N], or the path of such a
             table (.json or .npy).
         slots: expert rows that every rank keeps for each layer, room for the replicas of later placements; vacant ones
-            cost memory only. None: as many as the first placement needs.
+            cost memory only. None: as many as the first placement needs on some rank.
         quota: "balanced" shares an expert's tokens so that ranks are loaded evenly, "equal" splits them evenly.
         dispatch: transport of tokens: "exchange" (uneven all-to-all), or a name of `DISPATCH_BACKENDS`.
         plan: place of dispatch planning: "host", or "device", see `dispatch.transports`.

@@ -110,8 +110,8 @@ def _clear(tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int
 
 
 def in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, ...]:
-    """Return the experts of a rank in its slots, ascending, and -1 in vacant ones. No rank needs more slots than there
-    are experts.
+    """Return the experts of a rank in its slots, ascending, and -1 in vacant ones. All ranks have equally many slots,
+    at most as many as there are experts.
     """
     needed = max(len(placement.experts_on(n)) for n in range(placement.num_ranks))
     if slots is not None and slots < needed:
@@ -119,8 +119,8 @@ def in_slots(placement: Placement, rank: int, slots: int | None) -> tuple[int, .
             f"slots={slots} cannot hold the {needed} experts that the placement puts on a rank: use at least {needed}"
         )
     held = placement.experts_on(rank)
-    room = len(held) if slots is None else min(slots, placement.num_experts)
-    return held + (-1,) * (room - len(held))
+    num_slots = needed if slots is None else min(slots, placement.num_experts)
+    return held + (-1,) * (num_slots - len(held))
 
 
 @torch.no_grad()
@@ -182,12 +182,11 @@ class PlacedExperts:
         dispatch: transport of tokens: a name in `dispatch.dispatcher.DISPATCH_BACKENDS`.
         plan_on: "host" or "device", see `dispatch.dispatcher.Dispatcher`.
         slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
-            the first placement needs.
+            the first placement needs on some rank.
 
     Attributes:
         module, world: as given.
         layers: the model's MoE layers.
-        room: slots of each rank, [L][N].
         stacks: of each layer, the experts in this rank's slots.
         stack_of: the stack that each expert parameter is in.
         shadow_transfers: of the running step; None without shadow experts.
@@ -222,8 +221,6 @@ class PlacedExperts:
                 broadcast_experts(layer, world)
             held = in_slots(placement, world.rank, slots)
             layer.place(self._dispatcher(index, placement, held), world.device)
-        ranks = range(world.size)
-        self.room = [[len(in_slots(placement, rank, slots)) for rank in ranks] for placement in placements]
         self._set_stacks(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
         self._replica_sum = ReplicaSum(self.stacks, world)
 
@@ -328,7 +325,7 @@ class PlacedExperts:
     ) -> None:
         """Move experts to the ranks of placements in another world, where `dispatch_among` follows; collective.
 
-        Slots grow where a placement needs more, or other ranks have more: all then have the same number.
+        Slots grow where a placement needs more, or other ranks have more: all have the same number.
         Parameters and optimizers stay the same objects.
 
         Args:
@@ -340,9 +337,8 @@ class PlacedExperts:
             transfers: of these layers, by all ranks.
         """
         needed = max((len(p.experts_on(rank)) for p in placements for rank in range(world.size)), default=0)
-        slots = max(all_gather_json(max([needed, *(room for layer in self.room for room in layer)]), world))
+        slots = max(all_gather_json(max([needed, *(layer.experts.num_slots for layer in self.layers)]), world))
         self.world = world
-        self.room = [[slots] * world.size for _ in placements]
         before, after = [], []
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             grow(layer, slots, optimizers)
@@ -369,7 +365,6 @@ class PlacedExperts:
         """
         self.world, self._groups, self.speeds = world, dispatch_groups(world.size, world.size), None
         self.hold(layers, placements)
-        self.room = [[layer.experts.num_slots] * world.size for layer in layers]
         dispatchers = []
         for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
             dispatchers.append(self._dispatcher(index, placement, layer.experts.slot_experts))
@@ -409,11 +404,12 @@ class PlacedExperts:
                     f"the placement of MoE layer {index} has shape {placement.replicas.shape}, but this run needs "
                     f"{old.replicas.shape} (experts, ranks)"
                 )
-            for rank, room in enumerate(self.room[index]):
-                if len(placement.experts_on(rank)) > room:
+            num_slots = layer.experts.num_slots
+            for rank in range(self.world.size):
+                if len(placement.experts_on(rank)) > num_slots:
                     raise ConfigurationError(
                         f"the placement of MoE layer {index} puts {len(placement.experts_on(rank))} experts on rank "
-                        f"{rank}, which keeps {room} slots: raise the strategy's slots"
+                        f"{rank}, which keeps {num_slots} slots: raise the strategy's slots"
                     )
             slots = next_slots(layer.experts.slot_experts, placement.experts_on(self.world.rank))
             result.append(self._dispatcher(index, placement, slots))
@@ -624,11 +620,6 @@ class StageMap:
     def dense_holders(self) -> Sequence[tuple[int, ...]]:
         """Global ranks that hold each part of the dense parameters."""
         return [tuple(ranks) for ranks in self._ranks] or self.world.row_cut.holders
-
-    def absent_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the dense parameters of other stages, which have no values here."""
-        with self.cut.whole():
-            return [parameter for *_, parameter, _ in self.cut.dense() if parameter.is_meta]
 
     def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
         """Remove absent parameters from the optimizers, which were built with all parameters."""

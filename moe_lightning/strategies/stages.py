@@ -9,7 +9,7 @@ checkpoints are those of a run without a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -218,11 +218,11 @@ class StageCut:
             self._list[index] = block
         self._is_applied = False
 
-    def dense(self) -> Iterator[tuple[nn.Module, str, nn.Parameter, int]]:
-        """Yield (part, name, parameter, stage) of every dense parameter of the whole module; inside `whole`."""
-        for part, stage in self._stage_of.items():
-            for name, parameter in part.named_parameters(recurse=False) if not isinstance(part, Experts) else ():
-                yield part, name, parameter, stage
+    def absent_parameters(self) -> list[nn.Parameter]:
+        """Return the dense parameters of other stages, which have no values here."""
+        with self.whole():
+            parts = [part for part in self._stage_of if not isinstance(part, Experts)]
+            return [p for part in parts for p in part.parameters(recurse=False) if p.is_meta]
 
     @contextmanager
     def whole(self) -> Generator[None, None, None]:

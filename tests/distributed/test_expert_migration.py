@@ -239,7 +239,6 @@ def place_in_a_world_of_unlike_rooms(rank: int, world_size: int) -> list[str | N
     experts = PlacedExperts(OwnModule(), [halves], world)
     if rank == 0:
         grow(experts.layers[0], 5, ())
-        experts.room = [[5, 5]]
     experts.enter_world(world, [halves], held_states([halves]), (), [])
     experts.dispatch_among(experts.layers, [halves], world)
     told: list[str | None] = []

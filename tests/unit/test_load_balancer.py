@@ -115,8 +115,9 @@ class KnownNodes:
     """What the balancer asks a strategy for, on ranks whose nodes alternate."""
 
     def __init__(self, is_elastic: bool = False, promised: int = 1) -> None:
-        layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=SimpleNamespace(groups=[range(4)]))
-        self.experts = SimpleNamespace(layers=[layer], room=[[3] * 4])
+        groups, experts = SimpleNamespace(groups=[range(4)]), SimpleNamespace(num_slots=3)
+        layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=groups, experts=experts)
+        self.experts = SimpleNamespace(layers=[layer])
         self.world = SimpleNamespace(size=4, nodes=(0, 1, 0, 1))
         stages = SimpleNamespace(layers=[layer], without_layers=[], nodes=tuple)
         self.state = SimpleNamespace(stages=stages)
