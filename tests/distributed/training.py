@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
-from moe_lightning.moe.layer import moe_layers
+from moe_lightning.strategies.placed_experts import stages_of
 
 
 class Warned(logging.Handler):
@@ -260,12 +260,12 @@ BRIEF_ACCUMULATION: dict[str, Any] = {
 """An epoch whose last step has one batch instead of three, and a step of the next."""
 
 
-def replicas_of(module: nn.Module) -> dict[str, dict[int, bytes]]:
-    """The raw bytes of every expert this rank holds, by layer and parameter."""
+def replicas_of(module: pl.LightningModule) -> dict[str, dict[int, bytes]]:
+    """The raw bytes of every expert this rank holds, by layer and parameter; after a training."""
     return {
         f"{index}/{name}": {
             e: p[slot].detach().view(torch.uint8).numpy().tobytes() for slot, e in enumerate(layer.experts.slot_experts)
         }
-        for index, layer in enumerate(moe_layers(module))
+        for index, layer in enumerate(stages_of(module.trainer).layers)
         for name, p in layer.experts.stacked_parameters().items()
     }
