@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, Subset, random_split
 
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.strategies.failures import explained
 from moe_lightning.strategies.state_check import StateCheck
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
@@ -103,13 +102,3 @@ def test_optimizers_that_exchange_weights_need_all_states(dense: str) -> None:
     for message in run_ranks(2, failed, Averaged, {"dense": dense}):
         assert message.startswith("ConfigurationError: ScheduleFree exchanges weights by its states")
     assert run_ranks(2, failed, Averaged, {}) == ["trained"] * 2
-
-
-def test_a_missing_key_of_a_checkpoint_is_explained() -> None:
-    def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
-        del checkpoint["state_dict"]["out.bias"]
-
-    with pytest.raises(KeyError) as caught:
-        on_save_checkpoint({"state_dict": {}})
-    (note,) = explained(caught.value).__notes__
-    assert note.startswith("checkpoint['state_dict'] and ['optimizer_states'] are filled on rank 0 alone")
