@@ -39,7 +39,7 @@ from moe_lightning.config import Coefficient, PositiveInt, Seconds, validated
 from moe_lightning.errors import ConfigurationError, StateDamagedError
 from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
-from moe_lightning.strategies.placed_experts import stages_of
+from moe_lightning.strategies.stages import stages_of
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 

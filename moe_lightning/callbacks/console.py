@@ -29,7 +29,7 @@ from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.text import TextData
 from moe_lightning.models.gpt import GPT, model_size
 from moe_lightning.moe.layer import moe_layers
-from moe_lightning.strategies.placed_experts import stages_of
+from moe_lightning.strategies.stages import stages_of
 from moe_lightning.text_table import in_columns
 
 _WIDE = 100

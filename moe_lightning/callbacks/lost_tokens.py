@@ -28,7 +28,7 @@ from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, maximum_
-from moe_lightning.strategies.placed_experts import StageMap
+from moe_lightning.strategies.stages import StageMap
 
 
 @validated

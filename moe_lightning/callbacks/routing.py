@@ -41,7 +41,7 @@ from moe_lightning.moe.replayed_routing import (
 )
 from moe_lightning.moe.router import Router
 from moe_lightning.strategies.expert_parallel import own_strategy
-from moe_lightning.strategies.placed_experts import StageMap, stages_of
+from moe_lightning.strategies.stages import StageMap, stages_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 

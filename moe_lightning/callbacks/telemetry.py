@@ -42,8 +42,8 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import ExchangeClock, all_reduce_
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from moe_lightning.strategies.placed_experts import StageMap, stages_of
 from moe_lightning.strategies.rank_outliers import RankComparison
+from moe_lightning.strategies.stages import StageMap, stages_of
 
 T = TypeVar("T")
 

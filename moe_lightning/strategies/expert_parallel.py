@@ -88,9 +88,9 @@ from moe_lightning.strategies.launchers import (
 )
 from moe_lightning.strategies.options import PlacementOptions, RunOptions, check_stock_options
 from moe_lightning.strategies.pipeline import Context, Pipeline
-from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, StageMap
+from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 from moe_lightning.strategies.precision import convert_by_rule
-from moe_lightning.strategies.stages import undo_cut
+from moe_lightning.strategies.stages import StageMap, undo_cut
 from moe_lightning.strategies.state_check import CheckInterval
 from moe_lightning.strategies.step_data import (
     StepData,

@@ -10,7 +10,8 @@ from torch import Tensor
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.state.tensors import rows_of
 from moe_lightning.state.transfer import gather
-from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stages import StageMap
 
 _MOST_BYTES = 1 << 30
 _MOST_SHARE = 1 / 8

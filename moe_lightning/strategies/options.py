@@ -25,7 +25,8 @@ from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape, ScheduleName
-from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.watch import StopOnNan
 from moe_lightning.user_errors import suggestion
 

@@ -4,30 +4,22 @@ Slots are fixed rows of stacked parameters. An expert that stays on a rank keeps
 ranks are written, and neither parameters nor optimizers are rebuilt. Experts migrate between steps with all their
 state, by a plan of `balancing.migration`.
 
-`StageMap` says which ranks hold which part of a model. Without a pipeline a model has one stage, the whole of it, on
-every rank.
-
 Shapes: S slots of this rank, E experts, L layers, N ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.migration import Transfer, held_states, plan_migration
-from moe_lightning.checkpoint.full_state import full_model_state
-from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement, dispatch_groups
 from moe_lightning.dispatch.quota import ShadowPlan
@@ -38,17 +30,11 @@ from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import (
     all_gather_json,
-    check_agreement,
     failing_together,
-    fingerprint,
     require_agreement,
 )
-from moe_lightning.parallel.context import World, agree, all_reduce_, broadcast_
-from moe_lightning.parallel.mesh import stage_ranks
-from moe_lightning.state.tensors import cuts_of
+from moe_lightning.parallel.context import World, agree, broadcast_
 from moe_lightning.state.transfer import install, transfer
-from moe_lightning.strategies.stages import StageCut
-from moe_lightning.strategies.worlds import Worlds
 
 
 def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...]:
@@ -465,301 +451,3 @@ class PlacedExperts:
 def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
     """True if two sequences hold the same objects, whatever these compare as."""
     return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))
-
-
-T = TypeVar("T")
-
-
-def stages_of(trainer: pl.Trainer) -> StageMap:
-    """Return the stages of a run under any strategy."""
-    state = getattr(trainer.strategy, "state", None)
-    stages: StageMap = StageMap(trainer.lightning_module, Worlds()) if state is None else state.stages
-    return stages
-
-
-class StageMap:
-    """Stages of a model on the ranks.
-
-    Args:
-        module: the model.
-        worlds: the present world.
-        cut: the stages of a pipeline on this rank; None: the model is one stage, which every rank holds.
-
-    Attributes:
-        cut: the stages on this rank.
-        num_stages: of the model.
-        held: stages whose dense values are on this rank.
-        placements: of all layers of a pipeline, each among the ranks of its stage.
-    """
-
-    def __init__(self, module: nn.Module, worlds: Worlds, cut: StageCut | None = None) -> None:
-        self.cut, self._module, self._worlds = cut or StageCut(module, (0,), 1), module, worlds
-        self.num_stages = self.cut.num_stages
-        self.held: Sequence[int] = self.cut.stages
-        self.placements: list[Placement] = []
-        self._ranks: list[Sequence[int]] = []  # that hold each stage of a pipeline
-        self._names: list[str] = []  # in the whole state_dict
-        self._stage_of: dict[str, int] = {}  # by name of a parameter or buffer
-        self._shared: set[str] = set()  # buffers that every stage has
-        if cut is None:
-            return
-        size, axes = worlds.present.size, worlds.axes
-        everyone = range(size) if worlds.cannot_train(size) else None
-        self._ranks = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
-        with cut.whole():
-            self._names = list(module.state_dict(keep_vars=True))
-            self._stage_of = {
-                f"{prefix}.{name}".lstrip("."): cut.stage_of(part)
-                for prefix, part in module.named_modules(remove_duplicate=False)
-                for name in (*private_torch.parameters_of(part), *private_torch.buffers_of(part))
-            }
-            owners = {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_buffers()}
-            self._shared = {name for name, owner in owners.items() if cut.is_outside(owner)}
-
-    @property
-    def world(self) -> World:
-        """The ranks of all stages."""
-        return self._worlds.present
-
-    @property
-    def pipe(self) -> World:
-        """The ranks of the other stages for this rank's samples."""
-        return self._worlds.present.pipe
-
-    # ------------------------------------------------------------------ stages and ranks
-
-    def lose_values(self) -> None:
-        """The dense values on this rank are not those of the run."""
-        self.held = ()
-
-    def values_arrived(self) -> None:
-        """All stages on this rank have their dense values."""
-        self.held = self.cut.stages
-
-    @property
-    def ranks(self) -> Sequence[Sequence[int]]:
-        """Global ranks that hold each stage."""
-        return self._ranks or [range(self.world.size)]
-
-    @property
-    def own_ranks(self) -> Sequence[int]:
-        """Global ranks that hold the stages here."""
-        return self.ranks[self.cut.stages[0]]
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of a stage."""
-        return self.world.stage.size if self._worlds.is_joined else 1
-
-    def assign(self, ranks: Sequence[Sequence[int]], placements: Sequence[Placement]) -> None:
-        """Set the ranks that hold each stage of a pipeline, and the placements of all layers.
-
-        Args:
-            placements: over all ranks.
-        """
-        self._ranks = list(ranks)
-        pairs = zip(placements, self.layers_of(ranks), strict=True)
-        self.placements = [placement.among(its) for placement, its in pairs]
-
-    def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
-        """Return which of these ranks will hold each stage, once they are a world."""
-        if self.num_stages == 1:
-            return [ranks]
-        axes = self._worlds.axes
-        return [[ranks[at] for at in stage_ranks(stage, len(ranks), axes)] for stage in range(self.num_stages)]
-
-    def sharers(self, world: World) -> tuple[World, Sequence[int]]:
-        """Return the ranks of a world that hold the same stages as this one, and their numbers there."""
-        peers = next((own for own in self.ranks_in(range(world.size)) if world.rank in own), [world.rank])
-        if len(peers) == world.size:
-            return world, peers
-        return world.own_stage or World.offline(peers.index(world.rank), len(peers), world.device), peers
-
-    def layers_of(self, of_stages: Sequence[T]) -> list[T]:
-        """Return the entry of each layer's stage."""
-        return [of_stages[stage] for _, stage in self.cut.layers]
-
-    def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
-        found = [of_ranks[rank] for rank in self.own_ranks]
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
-        return tuple(numbers[node] for node in found)
-
-    # ------------------------------------------------------------------ the module
-
-    def whole_module(self) -> AbstractContextManager[None]:
-        """Restore the parts of all stages inside, for code that counts or numbers parameters."""
-        return self.cut.whole()
-
-    def transform_hidden(self, part: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
-        """Apply a function to the hidden states before a part, on every stage, if it is a block at which the model is
-        cut. Returns True if it is one.
-        """
-        block = self.cut.number_of(part)
-        if block is not None:
-            self.cut.entering[block] = function
-        return block is not None
-
-    # ------------------------------------------------------------------ dense values
-
-    def stage_of(self, name: str) -> int:
-        """Return the stage that has a parameter."""
-        return self._stage_of.get(name, 0)
-
-    def belongs(self, name: str, stage: int) -> bool:
-        """True if a stage has a parameter or buffer; buffers outside of blocks are in all."""
-        return name in self._shared or self.stage_of(name) == stage
-
-    def holders(self, name: str) -> tuple[int, ...]:
-        """Return the global ranks that hold a parameter or buffer. All have a buffer outside of blocks, and the last
-        stage, which runs whole steps, has the valid values.
-        """
-        return tuple(self.ranks[self.num_stages - 1 if name in self._shared else self.stage_of(name)])
-
-    @property
-    def dense_holders(self) -> Sequence[tuple[int, ...]]:
-        """Global ranks that hold each part of the dense parameters."""
-        return [tuple(ranks) for ranks in self._ranks] or self.world.row_cut.holders
-
-    def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
-        """Remove absent parameters from the optimizers, which were built with all parameters."""
-        if self.num_stages == 1:
-            return
-        here = set(self._module.parameters())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter not in here:
-                        optimizer.state.pop(parameter, None)
-                group["params"] = [p for p in group["params"] if p in here]
-
-    # ------------------------------------------------------------------ experts
-
-    @property
-    def layers(self) -> list[MoELayer]:
-        """The MoE layers of all stages."""
-        return [layer for layer, _ in self.cut.layers]
-
-    @property
-    def numbers(self) -> list[int]:
-        """Numbers of the MoE layers here among those of the whole module."""
-        return self.own(range(len(self.layers)))
-
-    @property
-    def without_layers(self) -> list[int]:
-        """Stages of a pipeline whose ranks, which may be those of several, have no MoE layer at all."""
-        with_layers = {tuple(ranks) for ranks in self.layers_of(self.ranks)}
-        return [stage for stage, ranks in enumerate(self.ranks) if tuple(ranks) not in with_layers]
-
-    def own(self, of_layers: Sequence[T]) -> list[T]:
-        """Select the entries of the layers here from those of all layers."""
-        stages = self.layers_of(range(self.num_stages))
-        return [one for one, stage in zip(of_layers, stages, strict=True) if stage in self.cut.stages]
-
-    def stacks(self, experts: PlacedExperts) -> list[ExpertStack]:
-        """Return the stacks of all layers over all ranks; those of other stages have no slots here."""
-        if self.num_stages == 1:
-            return experts.stacks
-        own = dict(zip(experts.layers, experts.stacks, strict=True))
-        found = []
-        for (layer, stage), first in zip(self.cut.layers, self.placements, strict=True):
-            stack = own.get(layer)
-            here = first if stack is None else stack.placement
-            found.append(
-                ExpertStack(
-                    parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
-                    slot_experts=() if stack is None else stack.slot_experts,
-                    placement=here.over(self._ranks[stage], self.world.size),
-                    rank=self.world.rank,
-                    base=layer.experts.base_names,
-                )
-            )
-        return found
-
-    def set_placements(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Set the placements of all layers, and return those of the layers here."""
-        self.placements = list(placements)
-        return self.own(placements)
-
-    def placements_of_all(self, own: Sequence[Placement]) -> list[Placement]:
-        """Return the placements of all layers from those of the layers here; collective over the stages."""
-        if self.num_stages == 1:
-            return list(own)
-        experts = max((layer.num_experts for layer in self.layers), default=0)
-        tables = [torch.tensor(placement.replicas) for placement in own]
-        tables_LEN = self.counts_of_all(
-            torch.stack(tables) if tables else torch.zeros(0, experts, self.num_ranks).long()
-        )
-        return [] if tables_LEN is None else [Placement(replicas=table) for table in tables_LEN.cpu().numpy()]
-
-    def replace(
-        self,
-        experts: PlacedExperts,
-        placements: Sequence[Placement],
-        optimizers: Sequence[Optimizer],
-        nodes: Sequence[int],
-    ) -> MigrationReport:
-        """See `ExpertParallelStrategy.replace_experts`; collective over all ranks, and `moved_states` are those of all.
-
-        Args:
-            nodes: of all ranks.
-
-        Raises:
-            ConfigurationError: on every rank, the refusal of one of them, before anything moves.
-        """
-        wanted = fingerprint(*(placement.replicas for placement in placements))
-        check_agreement(wanted, "the new placement", self.world)  # first: what is refused then, every rank refuses
-        if len(placements) != len(self.layers):
-            raise ConfigurationError(
-                f"{len(placements)} placements do not fit the {len(self.layers)} MoE layers of the model: give one for "
-                "each"
-            )
-        report = experts.replace(self.own(placements), optimizers, self.nodes(nodes), self.pipe)
-        self.set_placements(placements)
-        return replace(report, moved_states=sum(all_gather_json(report.moved_states, self.pipe)))
-
-    def counts_of_all(self, own_LE: Tensor | None) -> Tensor | None:
-        """Return a number for each expert, or any other values of each layer, int64 [L, ...], from those of the layers
-        here; None where there are none, or in a pipeline only zeros. Collective in a pipeline.
-
-        Args:
-            own_LE: of the layers here; None on all ranks of a stage: zeros [L, E].
-        """
-        if self.num_stages == 1:
-            return own_LE
-        experts = max((layer.num_experts for layer in self.layers), default=0)
-        device, shape = self.world.device, (experts,) if own_LE is None else own_LE.shape[1:]
-        all_LE = torch.zeros(len(self.layers), *shape, dtype=torch.int64, device=device)
-        if own_LE is not None:
-            all_LE[self.numbers] = own_LE.to(device)
-        all_reduce_(all_LE, self.pipe)
-        return all_LE if bool(all_LE.any()) else None
-
-    # ------------------------------------------------------------------ one file
-
-    def full_model_state(self, state: Mapping[str, Any], experts: PlacedExperts) -> dict[str, Any]:
-        """Return the whole module's state_dict on rank 0; empty on the others. Collective.
-
-        Args:
-            state: state_dict of this rank's parts.
-        """
-        if self.num_stages == 1:
-            return full_model_state(state, experts.keys(self._module), self.world, cuts=cuts_of(self._module))
-        owners = {parameter: stack for stack in self.stacks(experts) for parameter in stack.parameters.values()}
-        with self.cut.whole():
-            named, cuts = self._module.named_parameters(remove_duplicate=False), cuts_of(self._module)
-            keys = {name: owners[parameter] for name, parameter in named if parameter in owners}
-        own = {name: v for name, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
-        whole_here = own.keys() - keys.keys() - cuts.keys()
-        first = [
-            name for name in whole_here if self.holders(name)[0] == self.world.rank and isinstance(own[name], Tensor)
-        ]
-        whole = full_model_state(own, keys, self.world, cuts=cuts, elsewhere=first)
-        return {name: whole[name] for name in self._names} if whole else {}
-
-    def own_part(self, full: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Select the entries of a whole state_dict that are on this rank, and those that are in no stage."""
-        if self.num_stages == 1:
-            return full
-        others = set(self._names) - set(self._module.state_dict(keep_vars=True))
-        return {name: value for name, value in full.items() if name not in others}

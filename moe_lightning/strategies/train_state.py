@@ -49,7 +49,8 @@ from moe_lightning.strategies.checks import (
 )
 from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
-from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.worlds import Worlds
 
 FIXED_GROUPS = (

@@ -15,7 +15,8 @@ from moe_lightning.dispatch.quota import ShadowPlan, equal_split
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import collectives
 from moe_lightning.parallel.collectives import check_versions, fingerprint, require_agreement
-from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.worlds import Worlds
 from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.training import OwnModule

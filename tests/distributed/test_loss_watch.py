@@ -23,7 +23,7 @@ from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies.placed_experts import StageMap
+from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.watch import FiniteWatch
 from moe_lightning.strategies.worlds import Worlds
 from tests.distributed.harness import connect, run_pooled, run_ranks

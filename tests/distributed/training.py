@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from moe_lightning import ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig, auxiliary_loss
-from moe_lightning.strategies.placed_experts import stages_of
+from moe_lightning.strategies.stages import stages_of
 
 
 class Warned(logging.Handler):

@@ -18,7 +18,8 @@ from moe_lightning.elastic.worker import Preempted
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds, gradients
 from moe_lightning.strategies.committed_step import CommittedStep
-from moe_lightning.strategies.placed_experts import PlacedExperts, StageMap
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.train_state import StateTransfer
 from moe_lightning.strategies.worlds import Worlds
 

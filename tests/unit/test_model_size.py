@@ -21,7 +21,7 @@ from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig, expert_size, least_gpt_parameters, model_size, whole_parameters
 from moe_lightning.models.swin import SwinModule
-from moe_lightning.strategies.placed_experts import stages_of
+from moe_lightning.strategies.stages import stages_of
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 from tests.unit.gpt_size import count_parameters

@@ -9,7 +9,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import operations, torch_grouped
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies.placed_experts import StageMap
+from moe_lightning.strategies.stages import StageMap
 from tests.unit.kernels.kernel_cases import DEVICE, assert_close, assert_equals_reference, randn
 
 DTYPES = [torch.float32, torch.bfloat16]
