@@ -87,6 +87,7 @@ class StageCut:
     Attributes:
         module, num_stages: as given.
         bounds: index of the first block of each stage, and the number of blocks.
+        layers: all MoE layers of the whole module in order, each with its stage.
         entering: functions of hidden states that run before a block, by its number, on every stage.
 
     Raises:
@@ -99,9 +100,11 @@ class StageCut:
         self._list = blocks_of(module, num_stages) if num_stages > 1 else nn.ModuleList()
         self._blocks = list(self._list)
         self.bounds = cut(len(self._blocks), num_stages)
-        self._stage_of = self._owners() if num_stages > 1 else {}
-        self._layers = moe_layers(module)
-        self._check_shared()
+        self._stage_of: dict[nn.Module, int] = {}
+        if num_stages > 1:
+            self._stage_of = self._owners()
+            self._check_shared()
+        self.layers = [(layer, self.stage_of(layer)) for layer in moe_layers(module)]
         self._absent = [AbsentBlock() for _ in self._blocks]
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
@@ -145,12 +148,6 @@ class StageCut:
                         f"{name} is {first} too, in another stage of mesh.pp, and both would train apart: untie them "
                         "(model.tie_embeddings=false), or drop mesh.pp"
                     )
-
-    @property
-    def layers(self) -> list[tuple[MoELayer, int]]:
-        """All MoE layers of the whole module in order, each with its stage."""
-        found = self._layers if self._blocks else moe_layers(self.module)  # of which a user may have replaced some
-        return [(layer, self.stage_of(layer)) for layer in found]
 
     def is_outside(self, part: nn.Module) -> bool:
         """True if a part of the module is in no block, so that every stage runs its code."""
