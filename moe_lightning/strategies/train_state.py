@@ -488,9 +488,9 @@ class StateTransfer:
             placements: one for each layer of all stages, over all ranks.
             held: bool [L, E, N], what each rank still holds.
         """
-        ranks = self._state.stages.ranks_in(range(world.size))
-        everyone = world if all(len(own) == world.size for own in ranks) else None
-        self._move_experts(world, placements, held, ranks, world.own_stage or everyone)
+        stages = self._state.stages
+        among, _ = stages.sharers(world)
+        self._move_experts(world, placements, held, stages.ranks_in(range(world.size)), among)
 
     def _move_experts(
         self,
@@ -498,11 +498,9 @@ class StateTransfer:
         placements: Sequence[Placement],
         held: BoolArray,
         ranks: Sequence[Sequence[int]],
-        among: World | None,
+        among: World,
     ) -> None:
-        """Move experts to the ranks that will hold each stage, and in a pipeline dispatch the layers here among some of
-        them; None: not yet.
-        """
+        """Move experts to the ranks that will hold each stage, and dispatch the layers here among some of them."""
         stages, experts, optimizers = self._state.stages, self._state.experts, self._state.optimizers
         own = wanted_stages(ranks, world.rank)
         self._hold({*stages.held, *own})
@@ -511,14 +509,11 @@ class StateTransfer:
         everyones = plan_migration(held, placements, world.nodes)
         transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
         experts.enter_world(world, [placements[number] for number in here], held[here], optimizers, transfers)
-        if stages.num_stages == 1:
-            experts.dispatch_among(experts.layers, placements, world)
-            return
-        self._hold(set(own))
-        stages.assign(ranks, placements)
-        peers = ranks[own[0]] if own else [world.rank]
-        offline = World.offline(peers.index(world.rank), len(peers), world.device)
-        experts.dispatch_among(stages.own(stages.layers), stages.own(stages.placements), among or offline)
+        if stages.num_stages > 1:
+            self._hold(set(own))
+            stages.assign(ranks, placements)
+            placements = stages.placements
+        experts.dispatch_among(stages.own(stages.layers), stages.own(placements), among)
 
     def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
         """Transfer the state that only leaving ranks hold to ranks that stay, in their present world, and in a pipeline
@@ -537,12 +532,14 @@ class StateTransfer:
             held, stages.layers_of(ranks), nodes=nodes, min_replicas=min_replicas, max_slots=state.max_slots
         )
         if stages.num_stages == 1:
-            self._move_experts(world, repair.placements, held, ranks, None)
+            self._move_experts(world, repair.placements, held, ranks, world)
             return
         state.parts.leave_world()
         units = self._fetch(ranks, world, Part())
         agree(world)
-        self._move_experts(world, repair.placements, held, ranks, None)
+        peers = next((own for own in ranks if world.rank in own), [world.rank])  # in the next world
+        offline = World.offline(peers.index(world.rank), len(peers), world.device)
+        self._move_experts(world, repair.placements, held, ranks, offline)
         alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
         self.install(units, alone)
         self._worlds.set_present(alone)  # where nothing is cut
