@@ -179,7 +179,8 @@ def test_the_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[ExpertModelSummary(max_depth=1)]
     )
     assert sum(isinstance(callback, pl.callbacks.ModelSummary) for callback in trainer.callbacks) == 1
-    trainer.callbacks[0].on_fit_start(trainer, OwnModule())
+    trainer.strategy.connect(module := OwnModule())
+    trainer.callbacks[0].on_fit_start(trainer, module)
     out = capsys.readouterr().out
     assert "Params per Device" in out
     assert "18.6 K" in out
