@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
@@ -20,7 +18,7 @@ from annotated_types import Interval
 
 from moe_lightning import __version__
 from moe_lightning.config import described, fits, shown
-from moe_lightning.user_errors import EXIT_MISTAKE, suggestion
+from moe_lightning.user_errors import EXIT_MISTAKE, one_line
 
 T = TypeVar("T")
 
@@ -29,9 +27,7 @@ Count = Annotated[int, Interval(ge=1, le=1e6)]
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence instead of a screen of usage; so do its subcommands. `help` and `--version`
-    stand for what they do elsewhere.
-    """
+    """Says what is wrong in one line instead of a screen of usage; so do its subcommands."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **keywords})
@@ -40,71 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
-        missing = re.fullmatch("the following arguments are required: (.+)", message)
-        if missing:
-            message = f"{missing[1]} must be given"
-        self.exit(EXIT_MISTAKE, f"{self.prog}: error: {shortened(message)} ({self.prog} --help shows the options)\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse them; what a subcommand does not know, it says itself."""
-        words = [with_home(word, self._names()) for word in (sys.argv[1:] if args is None else args)]
-        if words[:1] == ["help"]:
-            words[:1] = ["--help"]
-        commands = self._commands()
-        if commands and words and words[0].startswith("-") and words[0].partition("=")[0] not in self._names():
-            if near := suggestion(words[0], self._names()):
-                self.error(f"there is no option {words[0]}{near}")
-            named = next((word for word in words if word in commands), "COMMAND")
-            self.error(f"{words[0]} stands before the command: write {self.prog} {named} {words[0]} ...")
-        found, rest = super().parse_known_args(words, namespace)
-        if rest:
-            self.error(self._unknown(rest))
-        return found, rest
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Name the choices that there are."""
-        if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            near = suggestion(str(value).replace("_", "-"), known)
-            option = "/".join(action.option_strings)
-            what = f"{option} {value} is not a choice" if option else f"{shown(value)} is not a command"
-            raise argparse.ArgumentError(None, f"{what}{near}: choose one of {', '.join(known)}")
-
-    def _unknown(self, words: Sequence[str]) -> str:
-        """The sentence for words that nothing takes."""
-        word = words[0]
-        name, has_value, value = word.partition("=")
-        option = f"--{name.lstrip('-').replace('_', '-')}"
-        names = [known for known in self._names() if known.startswith("--") and known not in ("--help", "--version")]
-        if has_value and option in names and not word.startswith("-"):
-            return f"options are written with dashes: write {option} {value} in place of {word}"
-        if not word.startswith("-"):
-            return f"{shown(word)} is one argument too many: leave it out"
-        listed = f": it has {', '.join(names)}" if names else ", it has none: leave it out"
-        return f"there is no option {word}{suggestion(name, names)}{listed}"
-
-    def _names(self) -> list[str]:
-        return list(self._option_string_actions)
-
-    def _commands(self) -> Collection[str]:
-        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return actions[0].choices if actions else ()
-
-
-def with_home(word: str, options: Collection[str]) -> str:
-    """An option `--name=~/path` as its command gets `--name ~/path`: behind `=` most shells leave the tilde as it is.
-
-    Args:
-        options: names that the command knows.
-    """
-    name, _, text = word.partition("=")
-    is_path = name in options and (text == "~" or text.startswith("~/"))
-    return f"{name}={os.path.expanduser(text)}" if is_path else word
-
-
-def shortened(message: str) -> str:
-    """The message with words cut off that are too long to be a value."""
-    return re.sub(r"(\S{150})\S{100,}", r"\1...", message)
+        self.exit(EXIT_MISTAKE, f"{self.prog}: error: {one_line(message)} ({self.prog} --help shows the options)\n")
 
 
 def option(help_: str, default: Any = MISSING, **keywords: Any) -> Any:
@@ -182,7 +114,7 @@ def value(hint: Any) -> Callable[[str], Any]:
 
 def input_file(text: str) -> Path:
     """A file that can be read, as argparse's `type`."""
-    path = Path(text)
+    path = Path(os.path.expanduser(text))  # of --name=~/path, which most shells leave as it is
     if not _is(os.path.isfile, path):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a file: give the path of one")
     if not os.access(path, os.R_OK):
@@ -192,7 +124,7 @@ def input_file(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """A file that can be written when the work is done, as argparse's `type`; it is opened for a moment."""
-    path = Path(text)
+    path = Path(os.path.expanduser(text))
     is_new = not _is(os.path.lexists, path)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK))
@@ -208,7 +140,7 @@ def output_file(text: str) -> Path:
 
 def output_folder(text: str) -> Path:
     """A folder that is there or can be made, as argparse's `type`."""
-    path = Path(text)
+    path = Path(os.path.expanduser(text))
     there = next(place for place in (path, *path.parents) if _is(os.path.lexists, place) or place == Path(place.root))
     if not text or not _is(os.path.isdir, there) or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(

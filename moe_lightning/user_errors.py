@@ -119,53 +119,30 @@ def _sentence_of_path(error: BaseException) -> str | None:
     return None
 
 
-_SIMILAR = 0.78
-"""Ratio of difflib from which on a name may be a misspelling of another: below, a guess is worse than none."""
-_SAME_WORD = 0.6
-"""The same of each word between underscores: moe_layers is no misspelling of num_layers."""
-_COMMON = {"enabled", "kind", "mode", "name", "path", "type"}
-"""Names that say nothing without their section."""
-_SHORT = 4  # letters, of names that are only compared within their section
+_SIMILAR = 0.82
+"""Ratio of difflib from which on a word may be a misspelling of another: below, a guess is worse than none."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that was probably meant; None where none is near.
 
-    Names are dotted. Last parts are compared with those of the same section, spelled alike; where none of exactly that
-    section is near, the only name that ends in the same last part is meant, but not for a section that does not exist.
+    Names are dotted. Meant is one of the same section with a similar last part, or one with the same last part whose
+    section is similar; the section may be missing where only one name ends so.
     """
-    names = sorted(known)
     section, _, last = name.lower().rpartition(".")
-    same = [candidate for candidate in names if candidate.lower().rpartition(".")[2] == last]
-
-    def similarity(candidate: str) -> tuple[float, float]:
+    beside, ending_alike = dict[str, str](), dict[str, str]()
+    for candidate in known:
         folder, _, ending = candidate.lower().rpartition(".")
-        beside = _ratio(section, folder)
-        is_open = not section and len(last) > _SHORT
-        return (_likeness(last, ending) if is_open or beside >= _SIMILAR else 0.0, beside)
-
-    best = max(names, key=similarity, default=None)
-    is_beside = best is not None and section != "" and similarity(best) >= (_SIMILAR, 1.0)
-    is_section = section == "" or any(f".{section}." in f".{candidate.lower()}" for candidate in names)
-    if len(same) == 1 and is_section and last not in _COMMON and not is_beside:
-        return same[0]
-    return best if best is not None and similarity(best)[0] >= _SIMILAR else None
-
-
-def _likeness(word: str, other: str) -> float:
-    """Ratio of two names, 0 where they are different words."""
-    short, long = sorted((word, other), key=len)
-    if len(short) >= _SHORT and long.startswith(f"{short}_"):
-        return max(_ratio(word, other), _SIMILAR)
-    words, others = word.split("_"), other.split("_")
-    if len(words) != len(others):
-        return float("".join(words) == "".join(others))
-    is_same = all(_ratio(one, two) >= _SAME_WORD for one, two in zip(words, others, strict=True))
-    return _ratio(word, other) if is_same else 0.0
-
-
-def _ratio(word: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, word, other).ratio()
+        if folder == section:
+            beside[ending] = candidate
+        if ending == last:
+            ending_alike[folder] = candidate
+    if close := difflib.get_close_matches(last, beside, n=1, cutoff=_SIMILAR):
+        return beside[close[0]]
+    if not section and len(ending_alike) == 1:
+        return next(iter(ending_alike.values()))
+    close = difflib.get_close_matches(section, ending_alike, n=1, cutoff=_SIMILAR)
+    return ending_alike[close[0]] if close else None
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -33,7 +33,6 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning import __version__, user_errors
-from moe_lightning.arguments import with_home
 from moe_lightning.cli.capacity import check_processes, ranks_of
 from moe_lightning.cli.composition import (
     COLLECTIONS,
@@ -382,8 +381,7 @@ def _visible_gpus() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command; exits with 0, 1 (a defect), 2 (the user's mistake), 130 (Ctrl-C) or 143 (SIGTERM)."""
-    words = sys.argv[1:] if arguments is None else arguments
-    arguments = [with_home(word, _ADVICE_OPTIONS) for word in words]
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         with _ended_by_sigterm():
             _run(arguments)
@@ -543,7 +541,7 @@ def _advise(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = _refuse  # type: ignore[method-assign]
     for option in _ADVICE_OPTIONS:
-        parser.add_argument(option)
+        parser.add_argument(option, type=os.path.expanduser)  # most shells leave that of --out=~/path
     given, words = parser.parse_known_args([word for word in arguments if word != "--advise"])
     for word in words:
         if word.startswith("-"):

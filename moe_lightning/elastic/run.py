@@ -23,13 +23,13 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from moe_lightning.arguments import OutputFolder, Parser, add_options, option, read_options, shortened
+from moe_lightning.arguments import OutputFolder, Parser, add_options, option, read_options
 from moe_lightning.config import NonNegativeInt, PositiveInt, build_config
 from moe_lightning.elastic.launcher import ElasticLauncher
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticSettings
 from moe_lightning.elastic.worker import LAUNCHER_PID_VARIABLE, Interrupted, leave, work
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.user_errors import report
+from moe_lightning.user_errors import one_line, report
 
 _PROGRAM, _MODULE = "elastic", "moe_lightning.elastic.run"
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(ElasticRunOptions, parser.parse_args(arguments))
     try:
         if not os.path.isfile(options.script):
-            raise ConfigurationError(f"{shortened(options.script)} is not there: give the path of a Python script")
+            raise ConfigurationError(f"{one_line(options.script)} is not there: give the path of a Python script")
         ElasticLauncher(
             num_ranks=options.ranks,
             log_dir=options.log_dir,

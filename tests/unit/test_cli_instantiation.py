@@ -82,15 +82,16 @@ def test_a_defect_in_the_constructor_is_not() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("optimizer.lrr", "optimizer.lr"),
+        ("optimizer.epss", "optimizer.eps"),
+        ("optimizer.lrr", None),  # its section is listed
         ("lr", "optimizer.lr"),
         ("modl", "model"),
-        ("num_expert", "model.num_experts"),
+        ("model.num_expert", "model.num_experts"),
         ("zzz", None),
         ("optimiser.lr", "optimizer.lr"),
-        ("model.lr", "optimizer.lr"),
+        ("optimzer.Lr", "optimizer.lr"),
+        ("model.lr", None),
         ("foo.lr", None),
-        ("mesh.tp", "strategy.mesh.tp"),
         ("trainer.maxsteps", "trainer.max_steps"),
         ("strategy.mesh.ep", None),  # optimizer.eps is another section's
         ("ep", None),

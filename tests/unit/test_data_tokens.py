@@ -549,7 +549,7 @@ def test_tokens_go_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["tokenize", "texts", "--out=out"], "--tokenizer must be given"),
+        (["tokenize", "texts", "--out=out"], "are required: --tokenizer"),
         (["tokenize", "none.txt", "--tokenizer=bytes", "--out=out"], "source='none.txt' does not exist"),
         (["tokenize", "texts", "--tokenizer=bpe:9", "--out=out"], "larger than the 256 bytes"),
         (["tokenize", "texts", "--tokenizer=none.json", "--out=out"], "tokenizer='none.json' does not exist"),
@@ -563,7 +563,7 @@ def test_tokens_go_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
             "it has no 'body', but 'id', 'text'",
         ),
         (["tokenize", "s3://a/b", "--tokenizer=bytes", "--out=out"], "SOURCE=s3://a/b is an address"),
-        (["count", "texts"], "'count' is not a command: choose one of tokenize"),
+        (["count", "texts"], "invalid choice: 'count'"),
     ],
 )
 def test_mistakes_of_commands_are_one_line(

@@ -194,4 +194,4 @@ def test_mistakes_are_one_sentence(
 
 def test_a_file_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--json"]) == 2
-    assert "error: FILE must be given (moe-eval --help shows the options)" in capsys.readouterr().err
+    assert "are required: FILE (moe-eval --help shows the options)" in capsys.readouterr().err

@@ -668,9 +668,9 @@ def test_steps_order_the_files_of_a_copied_run(tmp_path: Path) -> None:
     [
         (["nowhere", "a"], ["nowhere does not exist", "outputs/quickstart", "hf download ORG/NAME"]),
         (["empty", "a"], ["empty is a run without a checkpoint", "train it"]),
-        (["run"], ["error: PROMPT must be given (moe-generate --help shows the options)"]),
-        ([], ["error: RUN, PROMPT must be given ("]),
-        (["run", "a", "--chat"], ["'a' is one argument too many"]),
+        (["run"], ["are required: PROMPT (moe-generate --help shows the options)"]),
+        ([], ["are required: RUN, PROMPT ("]),
+        (["run", "a", "--chat"], ["unrecognized arguments: a"]),
         (["run", "--chat", "--system", ""], ["--system is empty"]),
         (["run", ""], ["the prompt is empty", "give some text"]),
         (["run", "\udcff"], ["the prompt is not UTF-8"]),
