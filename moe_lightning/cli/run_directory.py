@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,22 +217,12 @@ class RunDirectory:
         earlier.rename(self.path)
         return True
 
-    def scaffold(self) -> set[Path]:
-        """Return those files of the directory that a command makes before it trains."""
-        return {path for path in (*self.path.glob("ranks/*"), self.logs, self.lock) if path.exists()}
-
-    def clear_scaffold(self, earlier: Collection[Path]) -> None:
-        """Remove what a command made that never trained.
-
-        Args:
-            earlier: files that were here before it.
-        """
-        for path in sorted(self.scaffold() - set(earlier), reverse=True):  # files before their folder
-            if path.is_dir():
-                path.rmdir()
-            else:
-                path.unlink(missing_ok=True)
-        remove_empty(self.path)
+    def clear(self) -> None:
+        """Remove what commands have left that never trained; what loggers left may be another's."""
+        if not self.holds_run():
+            shutil.rmtree(self.logs, ignore_errors=True)
+            self.lock.unlink(missing_ok=True)
+            remove_empty(self.path)
 
     def create(self) -> None:
         """Make the directory.

@@ -22,7 +22,6 @@ import textwrap
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -587,6 +586,14 @@ def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:
         if not _finished(directory, config):
             _launch(directory, config, elastic, external=external)
         return None
+            earlier, state = _prepare(directory, config, is_first=is_first)
+            if earlier is not None:  # it took its lock along
+                directory.create()
+                locks.enter_context(locked(directory, party))
+            print(in_columns(f"run    {directory}{state}"), flush=True)  # at once: the ranks take seconds to start
+            if line := dial_line(composed):
+                print(in_columns(line), flush=True)
+            replace_text(directory.command, OmegaConf.to_yaml(OmegaConf.create(config)))
     if finished := _finished(directory, config, is_read=is_called or config["objective"] is not None):
         from moe_lightning.cli.training import check
 
@@ -597,66 +604,39 @@ def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:
     if elastic is not None:
         _elastic_launcher(directory, config, elastic).check()
     _prepare(directory, config, is_first=False)  # what can be refused is refused before anything is written
-    with ExitStack() as locks, _undone_unless_trained(directory) as attempt:
-        made = {path for path in (directory.logs, directory.lock) if not path.exists()}
+    with ExitStack() as locks:
         directory.create()
         party = config["elastic"]["rdzv_endpoint"] if elastic is not None else None
         is_first = locks.enter_context(locked(directory, party))
-        attempt.earlier_logs = directory.scaffold() - made if party is None else None
-        attempt.earlier, state = _prepare(directory, config, is_first=is_first)
-        if attempt.earlier is not None:  # it took its lock along
-            directory.create()
-            locks.enter_context(locked(directory, party))
-        print(in_columns(f"run    {directory}{state}"), flush=True)  # at once: the ranks take seconds to start
-        if line := dial_line(composed):
-            print(in_columns(line), flush=True)
-        attempt.earlier_command = directory.command.read_bytes() if directory.command.exists() else None
-        replace_text(directory.command, OmegaConf.to_yaml(OmegaConf.create(config)))  # other machines read it
+        earlier: Path | None = None
         try:
             _launch(directory, config, elastic, external=external)
-        except KeyboardInterrupt as stop:
-            stop.add_note(_outlook(directory, starts_over=config["resume"] is False))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(_outlook(directory, starts_over=config["resume"] is False))
+            _undo(directory, earlier, error, is_alone=party is None)
             raise
         _print_next_steps(directory, config)
         return _objective(directory, config)
 
 
-@dataclass
-class _Attempt:
-    """Changes that a command has made in its run directory before its ranks train.
+def _undo(directory: RunDirectory, earlier: Path | None, error: BaseException, *, is_alone: bool) -> None:
+    """Leave the directory to the earlier run, or empty, where a command has ended before a step: neither that run nor
+    the correction of the command may suffer. Ranks can refuse until their first step, so nobody can check all before.
 
-    Attributes:
-        earlier_logs: logs that were there before it; None where another command may be at work there.
-        earlier_command: configuration of the command before it.
-        earlier: where the run is that it moved aside.
+    Args:
+        earlier: where the run is that the command moved aside.
+        error: that ended it.
+        is_alone: no other machine is at work in the directory.
     """
-
-    earlier_logs: set[Path] | None = None
-    earlier_command: bytes | None = None
-    earlier: Path | None = None
-
-
-@contextmanager
-def _undone_unless_trained(directory: RunDirectory) -> Iterator[_Attempt]:
-    """Leave the directory as it was where the command ends before a step: neither its correction nor the earlier run
-    may suffer from what was refused. Ranks can refuse until their first step, so nobody can check all beforehand.
-    """
-    attempt = _Attempt()
-    try:
-        yield attempt
-    except BaseException as error:
-        failure = getattr(error, "failure", None)
-        is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
-        is_alone = attempt.earlier_logs is not None
-        if attempt.earlier is not None:
-            # Without this machine the others may train on, but not with what was refused.
-            if (is_alone or is_refusal) and directory.put_back(attempt.earlier):
-                print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
-        elif is_refusal and attempt.earlier_logs is not None:  # after a crash the logs of the ranks may be wanted
-            directory.clear_scaffold(attempt.earlier_logs)
-            if attempt.earlier_command is not None:
-                directory.command.write_bytes(attempt.earlier_command)
-        raise
+    failure = getattr(error, "failure", None)
+    is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
+    if earlier is not None:
+        # Without this machine the others may train on, but not with what was refused.
+        if (is_alone or is_refusal) and directory.put_back(earlier):
+            print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
+    elif is_alone and is_refusal:  # after a crash the logs of the ranks may be wanted
+        directory.clear()
 
 
 def _objective(directory: RunDirectory, config: Mapping[str, Any]) -> float | None:
