@@ -24,8 +24,8 @@ from typing import Annotated, Any
 from annotated_types import Interval
 from omegaconf import DictConfig, OmegaConf
 
-from moe_lightning.cli.composition import walk
-from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, require, shown
+from moe_lightning.cli.composition import check_arguments, walk
+from moe_lightning.config import TARGET, PositiveInt, require, shown
 from moe_lightning.errors import ConfigurationError
 
 Depth = Annotated[int, Interval(ge=1, le=64)]
@@ -110,63 +110,23 @@ def _max_steps(config: Any) -> int:
     return math.ceil(tokens / int(config.data.global_batch_size * config.model.context_length))
 
 
-RULES: dict[str, tuple[Callable[..., Any], str]] = {
-    "model.num_layers": (lambda config: config.depth, "depth"),
-    "model.d_model": (_d_model, "64 for each layer"),
-    "model.num_heads": (_num_heads, "heads of 64 channels"),
-    "model.context_length": (_context_length, "the width, 128 to 2048"),
-    "model.router.top_k": (_top_k, "2 below 8 layers, 4 below 16, then 8"),
-    "model.num_experts": (lambda config: _INACTIVE * config.model.router.top_k, "1 of 8 is active"),
-    "model.d_expert": (_d_expert, "the active ones together as wide as a dense layer"),
-    "model.d_hidden": (_d_hidden, "8/3 of the width with swiglu, else 4 times; of dense layers"),
-    "data.global_batch_size": (_global_batch_size, "0.292 C^0.3271 tokens, a power of two of samples"),
-    "trainer.max_steps": (_max_steps, "20 tokens for each active parameter"),
-    "optimizer.lr": (_lr, "0.3118 C^-0.125"),
-    "optimizer.warmup_steps": (
-        lambda config: min(_MOST_WARMUP, _max_steps(config) // 20),  # the same where a run is trained on
-        "5 % of the steps by their rule, at most 2000",
-    ),
+RULES: dict[str, Callable[[Any], Any]] = {
+    "model.num_layers": lambda config: config.depth,
+    "model.d_model": _d_model,
+    "model.num_heads": _num_heads,
+    "model.context_length": _context_length,
+    "model.router.top_k": _top_k,
+    "model.num_experts": lambda config: _INACTIVE * config.model.router.top_k,
+    "model.d_expert": _d_expert,
+    "model.d_hidden": _d_hidden,
+    "data.global_batch_size": _global_batch_size,
+    "trainer.max_steps": _max_steps,
+    "optimizer.lr": _lr,
+    "optimizer.warmup_steps": lambda config: min(_MOST_WARMUP, _max_steps(config) // 20),  # also where it is trained on
 }
-"""Rule of each key: its function, and a phrase that says it. C are the operations of the training."""
+"""Rule of each key."""
 
-
-def _apply(key: str, *, _root_: DictConfig) -> Any:
-    """The resolver `${dial:KEY}`."""
-    require(_root_.depth, Depth, "depth")
-    target = OmegaConf.select(_root_, f"model.{TARGET}", throw_on_resolution_failure=False)
-    if target != _GPT:
-        raise ConfigurationError(
-            f"depth={shown(_root_.depth)} sets the sizes of a GPT, not those of a {str(target).rpartition('.')[2]}: "
-            "leave depth out, or choose another model, such as model=quickstart"
-        )
-    _check_inputs(_root_)
-    return RULES[key][0](_root_)
-
-
-_INPUTS: dict[str, Any] = {
-    "model": dict.fromkeys(("num_layers", "d_model", "num_heads", "context_length", "moe_every"), PositiveInt)
-    | dict.fromkeys(("num_experts", "num_dense_layers", "num_shared_experts"), NonNegativeInt)
-    | dict.fromkeys(("num_kv_heads", "d_expert", "d_hidden"), PositiveInt | None),
-    "model.router": {"top_k": PositiveInt},
-    "data": {"global_batch_size": PositiveInt},
-    "trainer": {"max_steps": int},
-    "optimizer": {"name": str},
-}
-"""Annotations of the values that rules read, by group."""
-
-
-def _check_inputs(config: DictConfig) -> None:
-    """Name a wrong value that the command sets, before a rule computes with it."""
-    for group, hints in _INPUTS.items():
-        node = OmegaConf.select(config, group)
-        if not isinstance(node, DictConfig):
-            raise ConfigurationError(f"{group}={shown(node)} must be a mapping: set {group}.NAME=value")
-        for name, hint in hints.items():
-            if not OmegaConf.is_interpolation(node, name):
-                require(node.get(name), hint, f"{group}.{name}")
-
-
-OmegaConf.register_new_resolver("dial", _apply, replace=True)
+OmegaConf.register_new_resolver("dial", lambda key, *, _root_: RULES[key](_root_), replace=True)
 
 _CHOICE = "dial=depth"
 
@@ -178,49 +138,65 @@ def with_dial(overrides: list[str]) -> list[str]:
     return [_CHOICE, *overrides] if has_depth and not chosen else overrides
 
 
-def keys_of_dial(composed: DictConfig) -> list[str]:
-    """Keys that have their values from the dial, in the order of the rules.
+def has_rules(composed: DictConfig) -> bool:
+    """True if a key has its value from the dial.
 
     Args:
         composed: before interpolations are resolved.
     """
     raw = OmegaConf.to_container(composed, resolve=False)
-    texts = (text for _, text in walk(raw) if isinstance(text, str))
-    found = {text.removeprefix("${dial:").removesuffix("}") for text in texts if text.startswith("${dial:")}
-    return [key for key in RULES if key in found]
+    return any(_is_rule(value) for _, value in walk(raw))
+
+
+def _is_rule(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("${dial:")
 
 
 def check_dial(composed: DictConfig) -> None:
-    """Refuse a depth that sets nothing, as that of a recipe that does not choose the rules.
+    """Refuse a depth that sets nothing, as that of a recipe that does not choose the rules, and values from which no
+    rule can compute others.
+
+    Args:
+        composed: before interpolations are resolved.
 
     Raises:
-        ConfigurationError: how to choose them.
+        ConfigurationError: how to choose the rules, or the value.
     """
     depth = composed.get("depth")
-    if depth is not None and not keys_of_dial(composed):
+    if not has_rules(composed):
+        if depth is not None:
+            raise ConfigurationError(
+                f"depth={shown(depth)} sets nothing in a recipe without its rules: begin the recipe's defaults with "
+                "'/dial@_global_: depth' and _self_, or give depth on the command line"
+            )
+        return
+    require(depth, Depth, "depth")
+    model, data = (OmegaConf.to_container(composed[name], resolve=False) for name in ("model", "data"))
+    assert isinstance(model, dict)
+    assert isinstance(data, dict)
+    if model.get(TARGET) != _GPT:
+        kind = str(model.get(TARGET)).rpartition(".")[2]
         raise ConfigurationError(
-            f"depth={shown(depth)} sets nothing in a recipe without its rules: begin the recipe's defaults with "
-            "'/dial@_global_: depth' and _self_, or give depth on the command line"
+            f"depth={shown(depth)} sets the sizes of a GPT, not those of a {kind}: "
+            "leave depth out, or choose another model, such as model=quickstart"
         )
+    check_arguments(_without_interpolations(model), "model")
+    if not _is_rule(batch := data.get("global_batch_size")):
+        require(batch, PositiveInt, "data.global_batch_size")
 
 
-def dial_rows(composed: DictConfig) -> list[tuple[str, Any, str]]:
-    """(key, value, rule) of every key that a rule could set; of the others the rule is "set by you"."""
-    ours = keys_of_dial(composed)
-    return [
-        (key, OmegaConf.select(composed, key), rule if key in ours else "set by you")
-        for key, (_, rule) in RULES.items()
-    ]
+def _without_interpolations(node: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in node.items() if not (isinstance(value, str) and "${" in value)}
+    return {n: _without_interpolations(value) if isinstance(value, Mapping) else value for n, value in given.items()}
 
 
 def dial_line(composed: DictConfig) -> str:
     """One line on what the dial has set; "" without it."""
-    if not keys_of_dial(composed):
+    if not has_rules(composed):
         return ""
-    model, batch, steps = composed.model, composed.data.global_batch_size, composed.trainer.max_steps
-    tokens = batch * steps * model.context_length
+    model = composed.model
     return (
         f"depth  {composed.depth}: {active_parameters(model):.3g} active parameters, {model.num_layers} layers of "
-        f"{model.d_model}, {model.num_experts} experts of {model.d_expert}, {model.router.top_k} of a token; {steps} "
-        f"steps of {batch} samples, {tokens:.3g} tokens, lr {composed.optimizer.lr:g} (--info dial: why)"
+        f"{model.d_model}, {model.num_experts} experts of {model.d_expert}, {model.router.top_k} of a token; "
+        f"{composed.trainer.max_steps} steps of {composed.data.global_batch_size} samples, lr {composed.optimizer.lr}"
     )

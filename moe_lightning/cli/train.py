@@ -28,7 +28,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from moe_lightning import __version__, user_errors
@@ -45,14 +44,12 @@ from moe_lightning.cli.composition import (
     check_top_level,
     choices,
     composition_errors,
-    config_folder,
     fixed_keys,
     known_keys,
-    own_recipes,
     register_model_bases,
     with_quotes,
 )
-from moe_lightning.cli.dial import check_dial, dial_line, dial_rows, with_dial
+from moe_lightning.cli.dial import check_dial, dial_line, with_dial
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
@@ -101,7 +98,7 @@ options
   -m, --multirun                one run for every combination: optimizer.lr=1e-3,3e-3
   -c, --cfg job                 print the configuration instead of training
   --config-dir DIR              your recipes: DIR/recipes/NAME.yaml
-  --info searchpath             where configurations are looked for (also: defaults, plugins; dial: what depth=N sets)
+  --info searchpath             where configurations are looked for (also: defaults, plugins)
   --advise [RECIPE]             mesh, slots, checkpoints, memory and speed for this machine, as a recipe of yours
      --cluster 4x8xH100         for nodes x GPUs elsewhere, or a .json file of moe-bench calibrate
      --out DIR/recipes/NAME.yaml  where to write it
@@ -458,7 +455,7 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[tup
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     info = parser._option_string_actions["--info"]
-    info.nargs, info.choices = None, ["searchpath", "defaults", "plugins", "dial"]  # the others print Hydra's, too
+    info.nargs, info.choices = None, ["searchpath", "defaults", "plugins"]  # the others print Hydra's, too
     arguments = _as_settings(arguments)
     options, rest = parser.parse_known_intermixed_args(list(arguments))
     if rest:
@@ -468,9 +465,6 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[tup
         return []
     _check_options(options)
     options.overrides = [with_quotes(override) for override in options.overrides]
-    if options.info == "dial":
-        print(_dial_table(options.overrides, options.config_dir))
-        return []
     failures: list[Exception] = []
     jobs: list[tuple[Path, str]] = []
 
@@ -554,16 +548,6 @@ def _advise(arguments: Sequence[str]) -> None:
     read = [with_quotes(one) for one in _as_settings([*settings, *folder]) if one not in folder]
     with typed_targets_allowed(read):
         advise(read, cluster=given.cluster, out=given.out, config_dir=config_dir)
-
-
-def _dial_table(overrides: Sequence[str], config_dir: str | None) -> str:
-    """The keys that depth=N sets, with their values and rules."""
-    with composition_errors(overrides), config_folder():
-        composed = compose(CONFIG_NAME, [*own_recipes(config_dir), *overrides])
-        check_dial(composed)
-        if composed.depth is None:
-            raise ConfigurationError("--info dial shows what depth=N sets: give depth=N with it")
-        return table(("key", "value", "rule"), dial_rows(composed))
 
 
 def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning.cli.composition import composition_errors, config_folder
-from moe_lightning.cli.dial import RULES, active_parameters, check_dial, dial_line, dial_rows, keys_of_dial, with_dial
-from moe_lightning.cli.train import main, resolved
+from moe_lightning.cli.dial import RULES, active_parameters, check_dial, dial_line, has_rules, with_dial
+from moe_lightning.cli.train import resolved
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.layer import moe_layers
-from tests.programs import exit_code
 
 NAMED = ("run_name=x", "run_dir=outputs/x")
 
@@ -28,7 +26,8 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def values(*overrides: str) -> dict[str, Any]:
-    return {key: value for key, value, _ in dial_rows(composed(*overrides))}
+    config = composed(*overrides)
+    return {key: OmegaConf.select(config, key) for key in RULES}
 
 
 def built(config: DictConfig) -> GPT:
@@ -41,7 +40,7 @@ def built(config: DictConfig) -> GPT:
 @pytest.mark.parametrize("depth", [1, 2, 4, 12, 20, 64])
 def test_every_depth_makes_a_model(depth: int) -> None:
     config = composed(f"depth={depth}")
-    found = {key: value for key, value, _ in dial_rows(config)}
+    found = {key: OmegaConf.select(config, key) for key in RULES}
     assert found["model.d_model"] == 64 * depth
     assert found["model.num_heads"] == depth
     assert found["model.num_experts"] == 8 * found["model.router.top_k"]
@@ -87,8 +86,7 @@ def test_what_the_user_sets_stays_and_the_rest_follows() -> None:
     assert own["model.num_heads"] == 2
     assert own["trainer.max_steps"] < plain["trainer.max_steps"]
     config = composed("depth=4", "model.d_model=128", "optimizer.lr=1e-3")
-    assert {*RULES} - {*keys_of_dial(config)} == {"model.d_model", "optimizer.lr"}
-    assert {key: rule for key, _, rule in dial_rows(config)}["model.d_model"] == "set by you"
+    assert has_rules(config)
     assert "4 layers of 128" in dial_line(config)
 
 
@@ -127,15 +125,6 @@ def test_depth_chooses_the_rules_once() -> None:
     assert with_dial(["dial=depth", "depth=4"]) == ["dial=depth", "depth=4"]
     assert with_dial(["depth=null"]) == ["depth=null"]
     assert with_dial(["depth=2,4"]) == ["dial=depth", "depth=2,4"]
-
-
-def test_info_shows_what_was_set(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(main, ["depth=4", "model.d_model=128", "--info", "dial"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^model.d_model +128 +set by you$", out, re.MULTILINE)
-    assert all(re.search(rf"^{re.escape(key)} ", out, re.MULTILINE) for key in RULES)
-    assert exit_code(main, ["--info", "dial"]) == 2
-    assert capsys.readouterr().err.endswith("--info dial shows what depth=N sets: give depth=N with it\n")
 
 
 def test_the_documentation_names_every_rule() -> None:
