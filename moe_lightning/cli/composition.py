@@ -608,19 +608,9 @@ def _about_choice(error: MissingConfigException) -> str:
     return _no_choice(group, name, options)
 
 
-_BESIDE_CHOICES = {
-    "strategy": "; strategy.dense=ddp, zero1, fsdp or hsdp says how dense parameters are sharded",
-    "model": "; of a pretrained model: model=huggingface model.pretrained=MODEL",
-    "recipes": "; your own: --config-dir DIR recipes=NAME for DIR/recipes/NAME.yaml",
-}
-
-
 def _no_choice(group: str, name: str, options: Sequence[str]) -> str:
     what = "recipe" if group == "recipes" else group.removesuffix("s")
-    if group == "data" and Path(name).expanduser().exists():
-        return f"data={name} names a file or folder, not a kind of data: give data.source={name}"
-    near = suggestion(Path(name).stem if "/" in name else name, options)
-    return f"there is no {what} '{name}'{near}: choose one of {', '.join(options)}{_BESIDE_CHOICES.get(group, '')}"
+    return f"there is no {what} '{name}'{suggestion(name, options)}: choose one of {', '.join(options)}"
 
 
 def choices(group: str) -> list[str]:
@@ -636,14 +626,7 @@ def unreadable(override: str) -> str:
             f"the value in {shown(override)} cannot be read: write a list as [A,B], and text with "
             f"special characters in two pairs of quotes, '{key}=\"...\"'"
         )
-    if override.endswith((".yaml", ".yml")):
-        return (
-            f"{shown(override)} is not a setting: give --config-dir DIR recipes=NAME for a recipe DIR/recipes/NAME.yaml"
-        )
-    meant = [f"{group}={override}" for group in ("recipes", *_groups()) if override in choices(group)]
-    meant += [f"data.source={override}"] if Path(override).exists() else []
-    near = f" (did you mean '{meant[0]}'?)" if meant else ""
-    return f"{shown(override)} is not a setting{near}: write KEY=VALUE, such as trainer.max_steps=100"
+    return f"{shown(override)} is not a setting: write KEY=VALUE, such as trainer.max_steps=100"
 
 
 def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
@@ -656,15 +639,16 @@ def unknown_key(key: str, known: Iterable[str], listing: str) -> str:
     names = set(known)
     if key in names or any(name.startswith(f"{key}.") for name in names):
         return f"{key} cannot be set so: give {key}=CHOICE, or {key}.NAME=VALUE"
-    parts = key.split(".")
-    is_chosen = any(name.startswith(".".join((*parts[:2], ""))) for name in names)
-    if parts[0] == "callbacks" and len(parts) > 1 and not is_chosen and parts[1] in choices("callbacks"):
-        return f"there is no key '{key}', because callbacks.{parts[1]} is not chosen: add callbacks={parts[1]}"
-    near, parent = suggestion(key.replace("/", "."), names), key.rpartition(".")[0]
-    siblings = (name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent != "")
-    beside = sorted(name for name in siblings if not name.startswith("_"))
-    cure = f"{listing} shows all keys" if near or not beside else f"{parent} has {', '.join(beside)}"
-    return f"there is no key '{key}'{near}: {cure}"
+    group, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    if group == "callbacks" and f"callbacks.{name}" not in names and name in choices("callbacks"):
+        return f"there is no key '{key}', because callbacks.{name} is not chosen: add callbacks={name}"
+    near, section = suggestion(key.replace("/", "."), names), key.rpartition(".")[0]
+    parts = (known.rpartition(".") for known in names)
+    beside = sorted(last for folder, _, last in parts if folder == section and not last.startswith("_"))
+    if near or not section or not beside:
+        return f"there is no key '{key}'{near}: {listing} shows all keys"
+    return f"there is no key '{key}': {section} has {', '.join(beside)}"
 
 
 def known_keys(
