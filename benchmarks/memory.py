@@ -40,7 +40,7 @@ BASE = [
     *(f"model.vocab_size={_VOCABULARY}", "model.context_length=128", "data.global_batch_size=8", "ranks=1"),
     *("data.tokenizer=bytes", f"trainer.max_steps={_STEPS}", "trainer.limit_val_batches=0", "callbacks=[]"),
     *("trainer.enable_checkpointing=false", "logger=none", "optimizer.warmup_steps=1", "trainer.log_every_n_steps=1"),
-    "+trainer.enable_progress_bar=false",
+    "trainer.enable_progress_bar=false",
 ]
 EMA = "+callbacks.ema={_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: 0.99}"
 CASES: dict[str, list[str]] = {

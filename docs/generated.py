@@ -132,8 +132,7 @@ def commented(title: str, prefix: str, path: Path, left_out: Container[str]) -> 
     yield f"## {title}"
     if prefix == "trainer.":
         yield ""
-        yield "Arguments of Lightning's Trainer. Others are added in the same way:"
-        yield "`moe-train trainer.max_time=01:00:00:00`."
+        yield "Arguments of Lightning's Trainer."
     parents: list[str] = []
     for line in path.read_text().splitlines():
         match = re.fullmatch(r"( *)(\w+):(?: +([^#]*?))?(?: +# (.*))?", line)

@@ -20,10 +20,9 @@ from moe_lightning.cli.composition import (
     check_arguments,
     composition_errors,
     config_folder,
-    known_keys,
     with_quotes,
 )
-from moe_lightning.cli.overrides import SIM, read_settings, refuse_option
+from moe_lightning.cli.overrides import refuse_option
 from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
@@ -284,9 +283,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigurationError(
             f"{shown(arguments[0])} is not a command (did you mean 'recommend'?): moe-sim has only that"
         )
-    top = {*_TYPES, *_GROUPS, "recipes"}
-    words = read_settings(arguments[advise:], SIM, top, lambda: known_keys(arguments, config_name=CONFIG_NAME))
-    overrides = [with_quotes(word) for word in words if word != "--cfg"]
+    overrides = [with_quotes(word) for word in arguments[advise:] if word != "--cfg"]
     for word in overrides:
         if word.startswith("-"):
             raise refuse_option("moe-sim", word, ["--cfg", "--help", "--version"])

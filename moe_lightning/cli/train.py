@@ -51,7 +51,7 @@ from moe_lightning.cli.composition import (
 )
 from moe_lightning.cli.dial import check_dial, dial_line, with_dial
 from moe_lightning.cli.next_steps import next_steps
-from moe_lightning.cli.overrides import TRAIN, read_settings, refuse_option
+from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.cli.targets import environment_variable, typed_targets_allowed
@@ -570,14 +570,6 @@ def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:
         if not _finished(directory, config):
             _launch(directory, config, elastic, external=external)
         return None
-            earlier, state = _prepare(directory, config, is_first=is_first)
-            if earlier is not None:  # it took its lock along
-                directory.create()
-                locks.enter_context(locked(directory, party))
-            print(in_columns(f"run    {directory}{state}"), flush=True)  # at once: the ranks take seconds to start
-            if line := dial_line(composed):
-                print(in_columns(line), flush=True)
-            replace_text(directory.command, OmegaConf.to_yaml(OmegaConf.create(config)))
     if finished := _finished(directory, config, is_read=is_called or config["objective"] is not None):
         from moe_lightning.cli.training import check
 
@@ -594,6 +586,14 @@ def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:
         is_first = locks.enter_context(locked(directory, party))
         earlier: Path | None = None
         try:
+            earlier, state = _prepare(directory, config, is_first=is_first)
+            if earlier is not None:  # it took its lock along
+                directory.create()
+                locks.enter_context(locked(directory, party))
+            print(in_columns(f"run    {directory}{state}"), flush=True)  # at once: the ranks take seconds to start
+            if line := dial_line(composed):
+                print(in_columns(line), flush=True)
+            replace_text(directory.command, OmegaConf.to_yaml(OmegaConf.create(config)))
             _launch(directory, config, elastic, external=external)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
@@ -818,16 +818,18 @@ def _as_settings(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigurationError: a setting that means something else here.
     """
+    from moe_lightning.compat.private_hydra import get_args_parser
+
     if list(arguments) == ["help"]:
         return ["--help"]
+    options = {name: action.nargs != 0 for name, action in get_args_parser()._option_string_actions.items()}
     folder = next((after for word, after in pairwise(arguments) if word in ("--config-dir", "-cd")), None)
     folder = next((word.partition("=")[2] for word in arguments if word.startswith("--config-dir=")), folder)
     top = {*KEYS, "recipes", "hydra"}
-    return with_dial(read_settings(arguments, TRAIN, top, lambda: known_keys(arguments, folder)))
+    return with_dial(read_settings(arguments, options, top, lambda: known_keys(arguments, folder)))
 
 
 def _refuse(message: str) -> NoReturn:
-    message = re.sub(r"invalid choice: (.+) \(choose from (.+)\)", r"there is no \1: choose one of \2", message)
     raise ConfigurationError(f"{message} (moe-train --help shows the options)")
 
 

@@ -18,7 +18,7 @@ from tests.commands import TINY, moe_train, write_words
 def test_a_try_leaves_no_checkpoint_that_a_run_would_go_on_from(tmp_path: Path) -> None:
     write_words(tmp_path)
     saving = ("callbacks=partial_experts", "callbacks.partial_experts_checkpoint.every_n_steps=1")
-    done = moe_train(tmp_path, *TINY, *saving, "ranks=1", "+trainer.fast_dev_run=2")
+    done = moe_train(tmp_path, *TINY, *saving, "ranks=1", "trainer.fast_dev_run=2")
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     assert not list(tmp_path.glob("outputs/tiny/checkpoints/step-*"))

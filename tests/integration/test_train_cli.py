@@ -188,7 +188,7 @@ def test_a_mistake_found_by_the_ranks_is_told_once(trained: tuple[Path, subproce
 @pytest.mark.slow
 def test_multirun_runs_each_job_once_on_its_own_ranks(folder: Path) -> None:
     result = _fork(
-        folder, "-m", "seed=5,6", "run_name=sweep", "+trainer.fast_dev_run=false", "trainer.max_steps=2", "ranks=2"
+        folder, "-m", "seed=5,6", "run_name=sweep", "trainer.fast_dev_run=false", "trainer.max_steps=2", "ranks=2"
     )
     assert result.returncode == 0, result.stderr
     runs = sorted((folder / "outputs" / "sweep").iterdir())

@@ -91,7 +91,7 @@ def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFi
     """These settings of the Trainer count micro-batches, of which the advice makes others."""
     accumulating = [f"strategy.mesh.pp={pp}", "trainer.accumulate_grad_batches=8"]
     every = ["trainer.val_check_interval=800", "trainer.limit_train_batches=1600"]
-    every += ["trainer.limit_val_batches=40", "+trainer.overfit_batches=16", "+trainer.fast_dev_run=24"]
+    every += ["trainer.limit_val_batches=40", "trainer.overfit_batches=16", "trainer.fast_dev_run=24"]
     sizes = ["model.tie_embeddings=false", "data.global_batch_size=64"]
     _advice(capsys, "--cluster", "1x4xH100", *sizes, *accumulating, *every)
     config = _composed(Path("outputs/advice"), "quickstart_advised")
