@@ -171,9 +171,8 @@ def check_dial(composed: DictConfig) -> None:
             )
         return
     require(depth, Depth, "depth")
-    model, data = (OmegaConf.to_container(composed[name], resolve=False) for name in ("model", "data"))
-    assert isinstance(model, dict)
-    assert isinstance(data, dict)
+    model: Any = OmegaConf.to_container(composed.model, resolve=False)
+    data: Any = OmegaConf.to_container(composed.data, resolve=False)
     if model.get(TARGET) != _GPT:
         kind = str(model.get(TARGET)).rpartition(".")[2]
         raise ConfigurationError(

@@ -1,10 +1,10 @@
 """`moe-eval`: measures a language model.
 
-    moe-eval RUN FILE             loss, perplexity and bits per byte on text, or on texts or conversations in JSONL
+    moe-eval RUN FILE             loss, perplexity and bits per byte on text, or on texts in JSONL
     moe-eval RUN --tasks NAMES    tasks of lm-eval, such as hellaswag
 
 Text is cut into windows of the context, as in training and with the same loss. Each line of JSONL is a text of its own,
-in the field that the run has read, or a conversation, of which the answers are measured.
+in the field that the run has read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lightning.arguments import Count, Parser, input_file, value
 from moe_lightning.cli.generate import add_model, open_model, run_command
-from moe_lightning.config import NonNegativeInt
+from moe_lightning.config import NonNegativeInt, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
 
@@ -32,30 +32,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moe_lightning.cli.language_model import LanguageModel
-    from moe_lightning.data.tokenizer import Tokenizer
-
-    Sample = tuple[NDArray[np.int64], NDArray[np.int64]]
-    """Inputs and, one token later, targets; -100 where nothing is predicted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_command(parser(has_file=not any(word.partition("=")[0] == "--tasks" for word in words)), _run, words)
+    return run_command(_parser(), _run, argv)
 
 
-def parser(*, has_file: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a command line with a file, or with tasks."""
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="moe-eval",
         usage="moe-eval RUN FILE [options]\n       moe-eval RUN --tasks NAME[,NAME] [options]",
         description="Measure a language model on text, JSONL or tasks of lm-eval.",
     )
     add_model(parser)
-    if has_file:
-        parser.add_argument(
-            "file", type=input_file, metavar="FILE", help="UTF-8 text, or .jsonl of texts or conversations"
-        )
+    parser.add_argument("file", type=input_file, nargs="?", metavar="FILE", help="UTF-8 text, or .jsonl of texts")
     parser.add_argument(
         "--context-length", type=value(Count), metavar="L", help="tokens of a window (default: that of the run)"
     )
@@ -71,7 +62,6 @@ def parser(*, has_file: bool = True) -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-fewshot", type=value(NonNegativeInt), metavar="N", help="solved examples before each question of a task"
     )
-    parser.add_argument("--chat", action="store_true", help="write the questions of tasks as messages to the model")
     parser.add_argument("--limit", type=value(Count), metavar="N", help="samples of each task (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -84,13 +74,13 @@ class Measurement:
     Attributes:
         loss: mean cross-entropy of the predicted tokens, in nats.
         perplexity: exponential of the loss.
-        bits_per_byte: the loss in bits, for a byte of the text; None for conversations, of which a part is predicted.
+        bits_per_byte: the loss in bits, for a byte of the text.
         tokens: number of predicted tokens.
     """
 
     loss: float
     perplexity: float
-    bits_per_byte: float | None
+    bits_per_byte: float
     tokens: int
 
 
@@ -101,32 +91,32 @@ class Document:
     Attributes:
         ids: its tokens.
         num_bytes: of its text.
-        is_predicted: bool for each token; None: all are.
     """
 
     ids: NDArray[np.int64]
     num_bytes: int
-    is_predicted: NDArray[np.bool_] | None = None
 
-    def samples(self, length: int) -> Iterator[Sample]:
-        """Yield pieces of at most `length` tokens; each token but the first is predicted once."""
-        import numpy as np
-
-        from moe_lightning.moe.losses import IGNORED_TARGET
-
-        targets = self.ids if self.is_predicted is None else np.where(self.is_predicted, self.ids, IGNORED_TARGET)
+    def windows(self, length: int) -> Iterator[NDArray[np.int64]]:
+        """Yield pieces of at most `length` tokens, each with the one that follows it."""
         for start in range(0, len(self.ids) - 1, length):
-            following = targets[start + 1 : start + 1 + length]
-            yield self.ids[start : start + len(following)], following
+            yield self.ids[start : start + length + 1]
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if arguments.tasks is not None:
+    if (arguments.file is None) == (arguments.tasks is None):
+        raise ConfigurationError("give either a FILE or --tasks (moe-eval --help shows the options)")
+    others = ("context_length", "text_field") if arguments.file is None else ("num_fewshot", "limit")
+    for name in others:
+        if getattr(arguments, name) is not None:
+            kind = "a file" if arguments.file is None else "tasks"
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for {kind}: leave it out")
+    if arguments.file is None:
         _run_tasks(arguments)
-        return
-    for name in ("num_fewshot", "limit", "chat"):
-        if (given := getattr(arguments, name)) is not None and given is not False:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is for tasks: give it with --tasks")
+    else:
+        _run_file(arguments)
+
+
+def _run_file(arguments: argparse.Namespace) -> None:
     model = open_model(arguments, "moe-eval")
     length = arguments.context_length or model.context_length
     if length > model.positions:
@@ -137,15 +127,12 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({"model": model.name, "file": str(arguments.file), **asdict(measured)}))
         return
-    bits = "-" if measured.bits_per_byte is None else f"{measured.bits_per_byte:.4f}"
-    row = (f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{measured.perplexity:.2f}", bits)
+    numbers = (f"{measured.loss:.4f}", f"{measured.perplexity:.2f}", f"{measured.bits_per_byte:.4f}")
+    row = (f"{measured.tokens:,}", *numbers)
     print(table(("tokens", "loss (nats)", "perplexity", "bits per byte"), [row], f"{model.name} on {arguments.file}"))
 
 
 def _run_tasks(arguments: argparse.Namespace) -> None:
-    for name in ("context_length", "text_field"):
-        if getattr(arguments, name) is not None:
-            raise ConfigurationError(f"--{name.replace('_', '-')} is for a file: leave it out with --tasks")
     names = [name for name in arguments.tasks.split(",") if name]
     if not names:
         raise ConfigurationError("--tasks is empty: name one, such as hellaswag")
@@ -155,12 +142,7 @@ def _run_tasks(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"--tasks needs lm-eval ({error}): pip install 'moe-lightning[lm-eval]'") from error
     model = open_model(arguments, "moe-eval")
     results = measure_tasks(
-        model,
-        names,
-        batch_size=arguments.batch_size,
-        num_fewshot=arguments.num_fewshot,
-        limit=arguments.limit,
-        as_dialogue=arguments.chat,
+        model, names, batch_size=arguments.batch_size, num_fewshot=arguments.num_fewshot, limit=arguments.limit
     )
     if arguments.json:
         print(json.dumps({"model": model.name, "tasks": results}))
@@ -192,17 +174,16 @@ def measure(
     """
     from moe_lightning.callbacks.telemetry import perplexity
 
-    total, count, num_tokens, num_bytes, is_text = 0.0, 0, 0, 0, True
+    total, count, num_tokens, num_bytes = 0.0, 0, 0, 0
 
-    def samples() -> Iterator[Sample]:
-        nonlocal num_tokens, num_bytes, is_text
+    def windows() -> Iterator[NDArray[np.int64]]:
+        nonlocal num_tokens, num_bytes
         for document in documents(model, path, context_length, text_field):
             model.check_known(document.ids.tolist(), str(path))
             num_tokens, num_bytes = num_tokens + len(document.ids), num_bytes + document.num_bytes
-            is_text &= document.is_predicted is None
-            yield from document.samples(context_length)
+            yield from document.windows(context_length)
 
-    left = samples()
+    left = windows()
     while batch := list(islice(left, batch_size)):
         loss, number = _loss(model, batch)
         total, count = total + loss * number, count + number
@@ -212,21 +193,22 @@ def measure(
     return Measurement(
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=loss / math.log(2) * num_tokens / num_bytes if is_text else None,
+        bits_per_byte=loss / math.log(2) * num_tokens / num_bytes,
         tokens=count,
     )
 
 
-def _loss(model: LanguageModel, batch: Sequence[Sample]) -> tuple[float, int]:
-    """Return the mean loss of a batch and the number of its targets."""
+def _loss(model: LanguageModel, batch: Sequence[NDArray[np.int64]]) -> tuple[float, int]:
+    """Return the mean loss of a batch of windows and the number of tokens that are predicted."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     from moe_lightning.moe.losses import IGNORED_TARGET, mean_over_targets, num_targets
 
-    logits_BLV = next_token_logits(model, [torch.from_numpy(ids) for ids, _ in batch])
-    targets = [torch.from_numpy(ids) for _, ids in batch]
-    targets_BL = pad_sequence(targets, batch_first=True, padding_value=IGNORED_TARGET).to(model.device)
+    windows = [torch.from_numpy(ids) for ids in batch]
+    logits_BLV = next_token_logits(model, [ids[:-1] for ids in windows])
+    targets = pad_sequence([ids[1:] for ids in windows], batch_first=True, padding_value=IGNORED_TARGET)
+    targets_BL = targets.to(model.device)
     return float(mean_over_targets(logits_BLV, targets_BL)), int(num_targets(targets_BL))
 
 
@@ -252,10 +234,10 @@ def documents(model: LanguageModel, path: Path, context_length: int, text_field:
     from moe_lightning.data.documents import reading, suffix_of, text_chunks
     from moe_lightning.files import open_regular
 
-    tokenizer = model.tokenizer()
-    suffix = suffix_of(path)
-    if suffix in (".jsonl", ".ndjson") or (suffix == ".json" and model.is_trained_on_conversations):
-        yield from _records(model, tokenizer, path, context_length, text_field)
+    tokenizer = model.text.tokenizer
+    if suffix_of(path) in (".jsonl", ".ndjson"):
+        for text in _texts(path, text_field or str(model.data.get("text_field", "text"))):
+            yield Document(ids=np.asarray(tokenizer.encode(text)[0], np.int64), num_bytes=len(text.encode()))
         return
     if text_field is not None:
         raise ConfigurationError(
@@ -272,39 +254,20 @@ def documents(model: LanguageModel, path: Path, context_length: int, text_field:
     yield Document(ids=ids, num_bytes=num_bytes)
 
 
-def _records(
-    model: LanguageModel, tokenizer: Tokenizer, path: Path, context_length: int, text_field: str | None
-) -> Iterator[Document]:
-    import numpy as np
-
-    from moe_lightning.data.chat_formats import encode
-    from moe_lightning.data.conversations import read, records
-    from moe_lightning.data.documents import CONVERSATIONS
+def _texts(path: Path, field: str) -> Iterator[str]:
+    """Yield the text of each line of a JSONL file."""
+    from moe_lightning.data.conversations import records
     from moe_lightning.files import decoded
 
-    field, written = text_field or str(model.data.get("text_field", "text")), None
-    is_text_first = text_field is not None or not model.is_trained_on_conversations
     for name, _, record in records(path):
         try:
             found = json.loads(decoded(record.removeprefix(codecs.BOM_UTF8)))
-            text = found.get(field) if isinstance(found, dict) else None
-            if isinstance(text, str) and (is_text_first or not CONVERSATIONS & found.keys()):
-                ids = np.asarray(tokenizer.encode(text)[0], np.int64)
-                yield Document(ids=ids, num_bytes=len(text.encode()))
-                continue
-            conversation = read(record)
-            written = written or model.chat()
-            written.check(conversation)
-            said = encode(conversation, written, tokenizer)
         except (ValueError, RecursionError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            raise ConfigurationError(
-                f'{path}, {name}, is neither {{"{field}": ...}} nor a conversation: {error}'
-            ) from error
-        end = context_length + 1
-        ids, is_predicted = np.asarray(said.tokens[:end], np.int64), said.is_predicted[:end]
-        yield Document(ids=ids, num_bytes=len(said.text.encode()), is_predicted=is_predicted)
+            raise ConfigurationError(f"{path}, {name}, is not JSON ({error}): fix it") from error
+        text = found.get(field) if isinstance(found, dict) else None
+        if not isinstance(text, str):
+            raise ConfigurationError(f"{path}, {name}, has no text in {shown(field)}: give its field as --text-field")
+        yield text
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ _Seed = Annotated[int, Interval(ge=0, lt=1 << 63)]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_command(parser(has_prompt="--chat" not in words), _run, words)
+    return run_command(_parser(), _run, argv)
 
 
 def run_command(
@@ -42,7 +41,7 @@ def run_command(
 ) -> int:
     """Parse and run a command that prints text of models; returns the exit code."""
     try:
-        arguments = parser.parse_args(argv)
+        arguments = parser.parse_intermixed_args(argv)  # else an optional text could not stand behind options
     except SystemExit as stop:  # argparse has printed the reason
         return int(stop.code or 0)
     for stream in (sys.stdin, sys.stdout):
@@ -83,16 +82,14 @@ def open_model(arguments: argparse.Namespace, program: str) -> LanguageModel:
     )
 
 
-def parser(*, has_prompt: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a command line with a prompt, or for a dialogue."""
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="moe-generate",
         usage='moe-generate RUN "PROMPT" [options]\n       moe-generate RUN --chat [options]',
         description="Continue a text, or hold a dialogue, with a trained model.",
     )
     add_model(parser)
-    if has_prompt:  # an optional one could not stand behind options
-        parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue")
     parser.add_argument("--chat", action="store_true", help="a dialogue: each line of the input is a message")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before a dialogue")
     parser.add_argument(
@@ -112,6 +109,8 @@ def parser(*, has_prompt: bool = True) -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if (arguments.prompt is None) != arguments.chat:
+        raise ConfigurationError("give either a PROMPT or --chat (moe-generate --help shows the options)")
     if arguments.system is not None and not arguments.chat:
         raise ConfigurationError("--system is for a dialogue: give it with --chat")
     _check_text(
@@ -129,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.chat:
         _chat(model, sampling, arguments.system, arguments.max_new_tokens)
         return
-    ids = model.begin(arguments.prompt)
+    ids = model.text.begin(arguments.prompt)
     model.check(ids)
     room = model.positions - len(ids)
     if not model.is_ours and room < arguments.max_new_tokens:
@@ -151,7 +150,7 @@ def _chat(model: LanguageModel, sampling: Sampling, system: str | None, max_new_
     """Answer each line of the input until it ends; the oldest exchanges go when the context is full."""
     from moe_lightning.data.conversations import Turn
 
-    written, tokenizer = model.chat(), model.tokenizer()
+    written, tokenizer = model.chat(), model.text.tokenizer
     first = [] if system is None else [Turn("system", system)]
     turns: list[Turn] = []
     while True:
@@ -187,7 +186,7 @@ def answer(model: LanguageModel, ids: Sequence[int], sampling: Sampling, max_new
     Args:
         end: text that ends it, which is not printed.
     """
-    text = TextStream(model.decode, ids, end)
+    text = TextStream(model.text.decode, ids, end)
 
     def is_done(token: int) -> bool:
         if token in model.ends:

@@ -6,9 +6,7 @@ class there, and generates with `models.generation`.
 
 from __future__ import annotations
 
-import json
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_lightning.checkpoint.inspect import chat_template, end_of_text, tokenizer_origin, trained_tokenizer
+from moe_lightning.checkpoint.inspect import end_of_text, tokenizer_origin, trained_tokenizer
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.resume import config_of
@@ -39,15 +37,76 @@ from moe_lightning.data.tokenizer import (
     tokenizer_from,
 )
 from moe_lightning.errors import CheckpointError, ConfigurationError
-from moe_lightning.files import read_text
 from moe_lightning.hub import CONFIG, GENERATION, TOKENIZER, TOKENIZERS, local_folder, local_tokenizer, tokenizer_file
 from moe_lightning.models.generation import Sampling, check_logits, generate
 from moe_lightning.models.gpt import GPT
 from moe_lightning.models.huggingface.loading import known_tokens, transformers
-from moe_lightning.user_errors import one_line
 
 _MOST_EVALUATED = 1024
 """Tokens of a window of a model whose training is not known."""
+
+
+@dataclass(frozen=True)
+class TrainedText:
+    """Tokens of texts as a run was trained on them.
+
+    Attributes:
+        tokenizer: of the run.
+        spec: names it; empty for one that the run has trained.
+    """
+
+    tokenizer: Tokenizer
+    spec: str
+
+    def begin(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        tokens: list[int] = self.tokenizer.encode(text)[0].tolist()
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self.tokenizer.decode(ids)
+
+    @cached_property
+    def theirs(self) -> Any | None:
+        """Tokenizer of transformers, with its special tokens; None for one without a folder."""
+        if self.spec in ("", BYTES):
+            return None
+        file = tokenizer_file(self.spec)
+        return hugging_face_tokenizer(file.parent, for_text=True) if file.name == TOKENIZER else None
+
+
+class PretrainedText:
+    """Tokens of texts as transformers makes them, with those that begin a text.
+
+    Args:
+        folder: of a tokenizer.
+
+    Attributes:
+        spec: names its tokenizer.json.
+        theirs: tokenizer of transformers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.spec = str(folder / TOKENIZER)
+        self.theirs: Any = hugging_face_tokenizer(folder, for_text=True)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of text that does not begin here."""
+        return load_tokenizer(self.spec)
+
+    def begin(self, text: str) -> list[int]:
+        """Return the tokens of a text from its beginning."""
+        with errors_of_package(refusal):
+            tokens: list[int] = self.theirs(text)["input_ids"]
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        with errors_of_package(refusal):
+            text: str = self.theirs.decode(ids)
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +116,25 @@ class LanguageModel:
     Attributes:
         name: for messages.
         network: a GPT, or a model of transformers.
-        positions: most tokens of a sequence.
+        text: makes tokens of texts and texts of tokens.
         context_length: tokens of the samples that it was trained on.
         ends: tokens that end a text.
-        begin: returns the tokens of a text from its beginning, with those that a tokenizer of transformers puts there.
-        decode: returns the text of tokens.
-        tokenizer: returns the tokenizer of text as it is trained on.
-        spec: names that tokenizer; empty for one that the run has trained.
         data: configuration of the data of its training; empty where that is not known.
-        template: chat template that its checkpoint keeps, since no file of its tokenizer has it.
     """
 
     name: str
     network: Any
-    positions: int
+    text: TrainedText | PretrainedText
     context_length: int
     ends: frozenset[int]
-    begin: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
-    tokenizer: Callable[[], Tokenizer]
-    spec: str
     data: Mapping[str, Any]
-    template: str | None = None
+
+    @property
+    def positions(self) -> int:
+        """Most tokens of a sequence."""
+        if self.is_ours:
+            return int(self.network.config.context_length)
+        return _positions(self.network)
 
     @property
     def device(self) -> torch.device:
@@ -111,18 +167,10 @@ class LanguageModel:
                 "--tokenizer the one that it was trained with"
             )
 
-    @cached_property
+    @property
     def theirs(self) -> Any | None:
         """Tokenizer of transformers, with its special tokens; None for a GPT, and for a tokenizer without a folder."""
-        if self.is_ours or self.spec in ("", BYTES):
-            return None
-        file = tokenizer_file(self.spec)
-        return hugging_face_tokenizer(file.parent, for_text=True) if file.name == TOKENIZER else None
-
-    @property
-    def is_trained_on_conversations(self) -> bool:
-        """The run has learned the answers of conversations."""
-        return str(self.data.get(TARGET)).endswith(".InstructionData")
+        return None if self.is_ours else self.text.theirs
 
     def chat(self) -> ChatFormat:
         """Return the format of conversations.
@@ -130,18 +178,14 @@ class LanguageModel:
         Raises:
             ConfigurationError: none is known.
         """
-        if self.is_trained_on_conversations:
-            return chat_format(self.spec, self.data.get("end_token"))
-        templated = None if self.spec in ("", BYTES) else templated_turns(tokenizer_file(self.spec).parent)
-        if templated is None and self.template is not None:
-            raise ConfigurationError(
-                f"{self.name} was trained on conversations, whose format its run's config.yaml names: give the "
-                "directory of the run, or a folder that moe-ckpt export-hf has written there"
-            )
+        spec = self.text.spec
+        if str(self.data.get(TARGET)).endswith(".InstructionData"):
+            return chat_format(spec, self.data.get("end_token"))
+        templated = None if spec in ("", BYTES) else templated_turns(tokenizer_file(spec).parent)
         if templated is None:
             raise ConfigurationError(
-                f"{self.name} has no chat template, and was not trained on conversations: only a text can be continued "
-                "or measured"
+                f"{self.name} has no chat template, nor the configuration of a run that was trained on conversations: "
+                "only a text can be continued"
             )
         return templated
 
@@ -231,7 +275,12 @@ def open_language_model(
             f"{path} does not exist: give the directory of a run, such as outputs/quickstart, a checkpoint, or a "
             "Hugging Face folder on this machine (hf download ORG/NAME --local-dir NAME makes one)"
         )
-    if isinstance(place, Path) and any((place / name).is_file() for name in (CONFIG, _ADAPTER)):
+    if isinstance(place, Path) and (place / _ADAPTER).is_file():
+        raise ConfigurationError(
+            f"{path} holds an adapter alone: give the run that has trained it, or export it with its model, by "
+            "moe-ckpt export-hf without --adapter"
+        )
+    if isinstance(place, Path) and (place / CONFIG).is_file():
         if step is not None:
             raise ConfigurationError(f"{path} is a Hugging Face folder, which has no steps: leave out --checkpoint")
         model = _of_folder(place, tokenizer)
@@ -292,26 +341,19 @@ def _of_checkpoint(
     if end is None:  # none, or not recorded
         end = end_of_documents(_sources(data), data.get("end_of_document"))
     ends = frozenset([] if end is None else [end])
-    if isinstance(network, GPT):
-        positions = network.config.context_length
-    else:
+    if not isinstance(network, GPT):
         _take_generation_defaults(network, local_folder(config["pretrained"]))
         if trained is not None or other_tokenizer(saved.values) is not None:
             defaults = network.generation_config
             defaults.eos_token_id = known_tokens(defaults.eos_token_id, tokenizer.added)
-        positions, ends = _positions(network), ends | _ends(network)
+        ends |= _ends(network)
     return LanguageModel(
         name=str(saved.path),
         network=network,
-        positions=positions,
+        text=TrainedText(tokenizer, spec or ""),
         context_length=config["context_length"],
         ends=ends,
-        begin=lambda text: tokenizer.encode(text)[0].tolist(),
-        decode=tokenizer.decode,
-        tokenizer=lambda: tokenizer,
-        spec=spec or "",
         data=data,
-        template=chat_template(saved.values),
     )
 
 
@@ -360,40 +402,21 @@ def _sources(data: Mapping[str, Any]) -> Sequence[DataSource]:
 
 # ---------------------------------------------------------------- Hugging Face folders
 
-_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER = "adapter_config.json"
 
 
 def _of_folder(folder: Path, given: str | None) -> LanguageModel:
-    home = folder if (folder / CONFIG).is_file() else _base_of(folder)
-    network = _pretrained(home)
-    if home != folder:
-        _take_generation_defaults(network, folder)
-    positions, ends = _positions(network), _ends(network)
-    if home != folder:
-        network = _with_adapter(network, folder)
-    if given is None:
-        if any((folder / name).is_file() for name in TOKENIZERS):
-            home = folder  # an adapter may have been trained with another template than its base
-        elif not any((home / name).is_file() for name in TOKENIZERS):  # transformers would make an empty one
-            raise ConfigurationError(
-                f"{home} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
-            )
-        theirs, spec = hugging_face_tokenizer(home, for_text=True), str(home / TOKENIZER)
-        begin = errors_of_package(refusal)(lambda text: theirs(text)["input_ids"])
-        decode = errors_of_package(refusal)(theirs.decode)
-    else:
-        tokenizer, spec = _named(given), given
-        begin, decode = (lambda text: tokenizer.encode(text)[0].tolist()), tokenizer.decode
+    if given is None and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one
+        raise ConfigurationError(
+            f"{folder} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
+        )
+    network = _pretrained(folder)
     return LanguageModel(
         name=str(folder),
         network=network,
-        positions=positions,
-        context_length=min(positions, _MOST_EVALUATED),
-        ends=ends,
-        begin=begin,
-        decode=decode,
-        tokenizer=lambda: _named(spec),
-        spec=spec,
+        text=PretrainedText(folder) if given is None else TrainedText(_named(given), given),
+        context_length=min(_positions(network), _MOST_EVALUATED),
+        ends=_ends(network),
         data={},
     )
 
@@ -423,49 +446,6 @@ def _quiet_transformers() -> Any:
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     return library
-
-
-def _base_of(folder: Path) -> Path:
-    """The folder of the model that an adapter belongs to."""
-    try:
-        named = json.loads(read_text(folder / _ADAPTER))
-        revision = f"@{named['revision']}" if named.get("revision") else ""
-        base = local_folder(f"{named['base_model_name_or_path']}{revision}")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-        raise ConfigurationError(f"{folder / _ADAPTER} names no base model: export the adapter again") from error
-    if not (base / CONFIG).is_file():
-        raise ConfigurationError(f"{folder} is an adapter for {base}, which is not a Hugging Face folder here: get it")
-    return base
-
-
-def _with_adapter(network: Any, folder: Path) -> Any:
-    """Return the model with an adapter, every tensor of which must be found: peft itself only warns.
-
-    Raises:
-        ConfigurationError: the package peft is missing.
-        CheckpointError: its weights are missing or damaged, of another model, or of a kind that peft does not know.
-    """
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ConfigurationError(f"{folder} is an adapter: pip install 'moe-lightning[peft]'") from error
-    # peft would take a pickle, or those of a model of that name on the Hub.
-    if not (folder / _ADAPTER_WEIGHTS).is_file():
-        cure = "get the folder again"
-        if (folder / "adapter_model.bin").is_file():
-            cure = "if you trust its adapter_model.bin, a pickle, save it again with save_pretrained of peft"
-        raise CheckpointError(f"{folder} is an adapter without {_ADAPTER_WEIGHTS}: {cure}")
-    with warnings.catch_warnings():  # of patterns that peft makes itself, and of names that transformers has changed
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", ".*Found missing adapter keys")
-        try:
-            return PeftModel.from_pretrained(network, str(folder))
-        except Exception as error:  # of its file, its shapes and its kind, each with errors of its own
-            raise CheckpointError(
-                f"{folder} is an adapter that peft cannot load into {network.config.model_type} "
-                f"({type(error).__name__}: {one_line(error)[:200]}): get the folder again, or export the merged "
-                "weights (moe-ckpt export-hf without --adapter)"
-            ) from error
 
 
 def _positions(network: Any) -> int:

@@ -13,8 +13,7 @@ import torch
 import yaml
 
 from moe_lightning.cli.evaluate import main
-from moe_lightning.cli.language_model import open_language_model
-from moe_lightning.data.chat_formats import MarkedTurns
+from moe_lightning.cli.language_model import TrainedText, open_language_model
 from moe_lightning.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.generation import Sampling
@@ -79,9 +78,9 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("as_dialogue", "begins"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("begins", [False, True])
 def test_a_folder_has_the_results_of_the_adapter_for_transformers(
-    as_dialogue: bool, begins: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    begins: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -96,10 +95,10 @@ def test_a_folder_has_the_results_of_the_adapter_for_transformers(
         tokenizer.post_processor = TemplateProcessing(single="<e> $A", special_tokens=[("<e>", 256)])
         tokenizer.save(str(folder / "tokenizer.json"))
     theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=2, max_length=128)
-    options = {"tasks": tasks.split(","), "log_samples": False, "apply_chat_template": as_dialogue}
+    options = {"tasks": tasks.split(","), "log_samples": False}
     expected = numbers(simple_evaluate(model=theirs, **options)["results"])
     capsys.readouterr()
-    found = numbers(measured(capsys, folder, "--tasks", tasks, "--batch-size", 3, *["--chat"] * as_dialogue))
+    found = numbers(measured(capsys, folder, "--tasks", tasks, "--batch-size", 3))
     assert len(expected) >= 6
     assert found == pytest.approx(expected, rel=1e-4)
     assert main([str(folder), f"--tasks={tasks}", "--limit", "2"]) == 0
@@ -117,29 +116,15 @@ def test_an_answer_inside_the_last_token_of_its_question_has_its_own_tokens() ->
         return torch.tensor(words[text]), None
 
     model = SimpleNamespace(
-        is_ours=True, theirs=None, ends=frozenset(), decode=lambda _: "\n", begin=lambda text: words[text],
-        tokenizer=lambda: SimpleNamespace(encode=encode),
+        is_ours=True, theirs=None, ends=frozenset(),
+        text=SimpleNamespace(
+            decode=lambda _: "\n", begin=lambda text: words[text], tokenizer=SimpleNamespace(encode=encode)
+        ),
     )  # fmt: skip
-    asked = _Harnessed(model, 1, None)
+    asked = _Harnessed(model, 1)
     assert asked._encode_pair("2 =", "1") == ([2, 3], [1])
     with pytest.raises(ConfigurationError, match="--tasks: an answer is empty"):
         asked._encode_pair("2 =", "")
-
-
-@pytest.mark.parametrize("end", ["<end>", "E"])
-def test_an_answer_of_a_dialogue_ends_as_its_format_says(end: str) -> None:
-    """Also where that is no token, or none of those at which the model's generation ends."""
-    tokenizer = ByteTokenizer()
-
-    def generate(ids: list[int], sampling: Any, count: int, is_done: Any) -> None:
-        assert any(is_done(token) for token in f"42{end}<|user|>\nmore".encode())
-
-    model = SimpleNamespace(
-        is_ours=True, theirs=None, ends=frozenset(), positions=64, decode=tokenizer.decode, generate=generate,
-        begin=lambda text: list(text.encode()), check=lambda *_: None, tokenizer=lambda: tokenizer,
-    )  # fmt: skip
-    options = {"until": ["Q:"], "max_gen_toks": 20}
-    assert _Harnessed(model, 1, MarkedTurns(end))._continued("6 * 7?", options) == "42"
 
 
 def test_an_answer_of_a_folder_is_that_of_the_adapter_for_transformers(tmp_path: Path) -> None:
@@ -153,14 +138,16 @@ def test_an_answer_of_a_folder_is_that_of_the_adapter_for_transformers(tmp_path:
         assert [is_done(token) for token in theirs.encode("4<x>2<e>")] == [False] * 3 + [True]
 
     model = SimpleNamespace(
-        is_ours=False, theirs=theirs, ends=frozenset(), positions=64, decode=theirs.decode, generate=generate,
-        begin=theirs.encode, check=lambda *_: None, tokenizer=lambda: load_tokenizer(str(tmp_path / "tokenizer.json")),
+        is_ours=False, theirs=theirs, ends=frozenset(), positions=64, generate=generate, check=lambda *_: None,
+        text=SimpleNamespace(
+            decode=theirs.decode, begin=theirs.encode, tokenizer=load_tokenizer(str(tmp_path / "tokenizer.json"))
+        ),
         network=SimpleNamespace(
             config=transformers.OlmoeConfig(), generation_config=transformers.GenerationConfig(top_p=0.7)
         ),
     )  # fmt: skip
     options = {"until": ["Q:"], "max_gen_toks": 20, "do_sample": True, "temperature": 0.5}
-    assert _Harnessed(model, 1, None)._continued("6 * 7?", options) == "42"
+    assert _Harnessed(model, 1)._continued("6 * 7?", options) == "42"
     assert chosen == [Sampling(temperature=0.5, top_k=50, top_p=0.7)]
 
 
@@ -169,8 +156,8 @@ def test_a_text_begins_as_the_tokenizer_says(tmp_path: Path) -> None:
     make_checkpoint("olmoe", tmp_path, vocab_size=300, bos_token_id=7, eos_token_id=9)
     write_tokenizer(tmp_path)
     theirs = open_language_model(str(tmp_path), device="cpu")
-    trained = replace(theirs, spec="", tokenizer=ByteTokenizer)
-    found = [_Harnessed(model, 1, None).prefix_token_id for model in (theirs, trained)]
+    trained = replace(theirs, text=TrainedText(ByteTokenizer(), ""))
+    found = [_Harnessed(model, 1).prefix_token_id for model in (theirs, trained)]
     assert found == [256, 9], "the end of the tokenizer, or that of the generation"
 
 
@@ -202,12 +189,10 @@ def test_long_answers_leave_half_of_the_context_to_the_question(
         slow(["--tasks", "no_such_task"], ["--tasks no_such_task is neither a task of lm-eval", "lm-eval ls tasks"]),
         (["--tasks", ","], ["--tasks is empty"]),
         slow(["--tasks", "broken.yaml"], ["--tasks broken.yaml cannot be loaded"]),
-        (["--tasks", "arc_easy", "text.txt"], ["unrecognized arguments: text.txt"]),
+        (["--tasks", "arc_easy", "text.txt"], ["give either a FILE or --tasks"]),
         (["--tasks", "arc_easy", "--context-length", "8"], ["--context-length is for a file"]),
-        (["text.txt", "--limit", "8"], ["--limit is for tasks: give it with --tasks"]),
+        (["text.txt", "--limit", "8"], ["--limit is for tasks: leave it out"]),
         (["text.txt", "--num-fewshot", "0"], ["--num-fewshot is for tasks"]),
-        (["text.txt", "--chat"], ["--chat is for tasks"]),
-        slow(["--tasks", "broken.yaml", "--chat"], ["has no chat template"]),
         (["--tasks", "arc_easy", "--limit", "0"], ["0 must be an integer of at least 1"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""moe-eval: the loss of windows, texts and conversations, as the model's own forward pass has it; mistakes."""
+"""moe-eval: the loss of windows and texts, as the model's own forward pass has it; mistakes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_lightning.cli import language_model
 from moe_lightning.cli.evaluate import main
-from moe_lightning.data.instructions import InstructionData
 from tests.huggingface_models import make_checkpoint
-from tests.unit.test_generate import INSTRUCTIONS, TEMPLATE, gpt, save, trained_run, write_tokenizer
+from tests.unit.test_generate import gpt, save, trained_run, write_tokenizer
 
 TEXT = "".join(f"{n} {n * n}\n" for n in range(40))
 BYTES = {"tokenizer": "bytes"}
@@ -77,35 +75,6 @@ def test_texts_of_a_file_do_not_see_each_other(name: str, tmp_path: Path, capsys
         assert found["loss"] == pytest.approx(expected / found["tokens"], rel=1e-5)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_answers_of_conversations_have_the_loss_of_training(
-    packing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [json.dumps({"prompt": f"{n} + 1", "response": f"it is {n + 1}" * (1 + n % 3)}) for n in range(40)]
-    file = tmp_path / "said.jsonl"
-    file.write_text("\n".join(lines))
-    options = {
-        "end_token": "</>",
-        "context_length": 48,
-        "global_batch_size": 4,
-        "val_fraction": 0.5,
-        "packing": packing,
-    }
-    data = InstructionData(path=file, **options)
-    data.setup()
-    module = gpt(vocab_size=256, context_length=48)
-    logged = [(module.loss(batch).detach(), (batch[1] != -100).sum()) for batch in data.val_dataloader()]
-    count = sum(int(n) for _, n in logged)
-    held_out = data._val.documents if packing else data._val
-    spans = [slice(begin, begin + size) for begin, size in held_out._spans.tolist()]
-    (tmp_path / "held_out.jsonl").write_bytes(b"".join(file.read_bytes()[span] for span in spans))
-    folder = trained_run(tmp_path / "run", {**INSTRUCTIONS, **options}, vocab_size=256, context_length=48)
-    found = measured(capsys, folder, tmp_path / "held_out.jsonl")
-    assert found["tokens"] == count
-    assert found["loss"] == pytest.approx(sum(float(loss * n) for loss, n in logged) / count, rel=1e-5)
-    assert found["bits_per_byte"] is None
-
-
 def test_the_field_is_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = trained_run(tmp_path / "run", {**BYTES, "text_field": "content"})
     file = tmp_path / "texts.jsonl"
@@ -115,41 +84,6 @@ def test_the_field_is_that_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert measured(capsys, folder, file)["tokens"] == 4
     file.write_text('{"text": "1234567", "content": "1234"}\n')
     assert measured(capsys, folder, file, "--text-field", "text")["tokens"] == 6
-
-
-def test_conversations_of_a_run_come_before_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = trained_run(tmp_path / "run", {**INSTRUCTIONS, "end_token": "</>"}, vocab_size=256, context_length=48)
-    file = tmp_path / "said.jsonl"
-    file.write_text('{"text": "of the whole", "prompt": "1", "response": "2"}\n{"text": "alone"}\n')
-    assert measured(capsys, folder, file)["tokens"] == len("2</>") + len("alone") - 1
-    array = file.with_suffix(".json")
-    array.write_text(f"[{','.join(file.read_text().splitlines())}]")
-    assert measured(capsys, folder, array)["tokens"] == len("2</>") + len("alone") - 1
-    file.write_text('{"text": "of the whole", "prompt": "1", "response": "2"}\n')
-    assert measured(capsys, folder, file, "--text-field", "text")["tokens"] == len("of the whole") - 1
-
-
-def test_conversations_that_training_refuses_are_not_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = trained_run(tmp_path / "run", INSTRUCTIONS, vocab_size=256, context_length=48)
-    turns = [{"role": "user", "content": "1"}, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "2"}]
-    (tmp_path / "said.jsonl").write_text(json.dumps({"messages": turns}))
-    assert main([str(folder), str(tmp_path / "said.jsonl")]) == 2
-    assert "nor a conversation: it has the role tool, and without a chat template" in capsys.readouterr().err
-
-
-def test_the_format_of_conversations_is_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Loading a tokenizer of transformers takes longer than measuring a short conversation."""
-    make_checkpoint("olmoe", tmp_path / "model", vocab_size=300)
-    write_tokenizer(tmp_path / "model", chat_template=TEMPLATE)
-    (tmp_path / "said.jsonl").write_text('{"prompt": "1", "response": "2"}\n' * 3)
-    made, plain = list[Path](), language_model.templated_turns
-    monkeypatch.setattr(language_model, "templated_turns", lambda folder: made.append(folder) or plain(folder))
-    assert measured(capsys, tmp_path / "model", tmp_path / "said.jsonl")["tokens"] == 6
-    assert len(made) == 1
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,9 +102,8 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(tmp_path: Path, capsys: py
         ("one", b"1", [], ["one has no token to predict"]),
         ("latin", b"12\xff", [], ["latin is not UTF-8 text"]),
         ("letters", b"abc", [], ["letters has the token 99", "--tokenizer"]),
-        ("a.jsonl", b'{"text": "1"}\n{"x": 1}', [], ["a.jsonl, line 2, is neither", "nor a conversation"]),
-        ("b.jsonl", b"no json", [], ["b.jsonl, line 1, is neither"]),
-        ("c.jsonl", b'{"prompt": "1", "response": "2"}', [], ["has no chat template", "was not trained on"]),
+        ("a.jsonl", b'{"text": "1"}\n{"x": 1}', [], ["a.jsonl, line 2, has no text in 'text'", "--text-field"]),
+        ("b.jsonl", b"no json", [], ["b.jsonl, line 1, is not JSON"]),
         ("d.jsonl", b"", [], ["d.jsonl is empty"]),
         ("digits", b"123", ["--context-length", "25"], ["--context-length 25", "24 positions"]),
         ("digits", b"123", ["--text-field", "x"], ["--text-field is for JSONL", "digits is read as text"]),
@@ -194,4 +127,4 @@ def test_mistakes_are_one_sentence(
 
 def test_a_file_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--json"]) == 2
-    assert "are required: FILE (moe-eval --help shows the options)" in capsys.readouterr().err
+    assert "give either a FILE or --tasks (moe-eval --help shows the options)" in capsys.readouterr().err

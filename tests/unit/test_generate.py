@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ import lightning
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from moe_lightning import ExpertParallelStrategy
@@ -180,28 +178,9 @@ def test_adapters_are_added_to_the_weights_of_their_base(
     ]
     assert texts[0] == texts[1] != texts[2]
     if kind == "lora":
-        pytest.importorskip("peft")
         export_checkpoint(path, tmp_path / "adapter", adapter_alone=True)
-        place = tmp_path / "adapter"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            text = run(capsys, place, PROMPT, "--greedy", "--max-new-tokens", 20, "--tokenizer", "bytes")
-        assert text == texts[0]
-        whole = load_file(place / "adapter_model.safetensors")
-        attention = {name: tensor for name, tensor in whole.items() if "self_attn" in name}
-        narrow = {name: tensor[:, :3].contiguous() for name, tensor in whole.items()}
-        for damaged in (attention, narrow):
-            save_file(damaged, place / "adapter_model.safetensors")
-            assert main([str(place), PROMPT, "--tokenizer", "bytes"]) == 2
-            assert "adapter is an adapter that peft cannot load into olmoe (" in capsys.readouterr().err
-        (place / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
-        assert main([str(place), PROMPT, "--tokenizer", "bytes"]) == 2
-        assert "adapter is an adapter that peft cannot load into olmoe (SafetensorError: " in capsys.readouterr().err
-        (place / "adapter_model.safetensors").unlink()
-        for cure in ("get the folder again", "if you trust its adapter_model.bin"):
-            assert main([str(place), PROMPT, "--tokenizer", "bytes"]) == 2
-            assert f"adapter is an adapter without adapter_model.safetensors: {cure}" in capsys.readouterr().err
-            (place / "adapter_model.bin").touch()
+        assert main([str(tmp_path / "adapter"), PROMPT]) == 2
+        assert "adapter holds an adapter alone: give the run that has trained it" in capsys.readouterr().err
     make_checkpoint("olmoe", tmp_path / "base", initializer_range=0.3)
     assert main([str(path), PROMPT, "--tokenizer", "bytes"]) == 2
     assert "were trained beside other base weights" in capsys.readouterr().err
@@ -369,8 +348,8 @@ class Answers:
         waiting = list(answers)
 
         def generate(model: Any, ids: list[int], sampling: Any, count: int, is_done: Any) -> None:
-            self.prompts.append(model.decode(ids))
-            tokens = model.tokenizer().encode(waiting.pop(0))[0].tolist()
+            self.prompts.append(model.text.decode(ids))
+            tokens = model.text.tokenizer.encode(waiting.pop(0))[0].tolist()
             assert any(is_done(token) for token in tokens)
 
         monkeypatch.setattr("moe_lightning.cli.language_model.LanguageModel.generate", generate)
@@ -446,7 +425,7 @@ def test_a_folder_has_the_tokens_of_its_file_whatever_its_class(tmp_path: Path) 
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     text = "2023 and 345678"
     by_class = transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
-    assert open_language_model(str(tmp_path)).begin(text) == raw.encode(text).ids != by_class
+    assert open_language_model(str(tmp_path)).text.begin(text) == raw.encode(text).ids != by_class
 
 
 def test_a_template_that_needs_a_system_turn_is_used(
@@ -541,8 +520,7 @@ def test_a_checkpoint_away_from_its_run_has_learned_a_dialogue_whose_format_is_n
 ) -> None:
     path = save(gpt(), tmp_path / "run.ckpt", InstructionData={"chat_template": "{{ messages }}", "end_of_text": 1})
     assert main([str(path), "--chat", "--tokenizer", "bytes"]) == 2
-    said = capsys.readouterr().err
-    assert "run.ckpt was trained on conversations, whose format its run's config.yaml names: give the directory" in said
+    assert "run.ckpt has no chat template, nor the configuration of a run that was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("data", [None, {**INSTRUCTIONS, "end_token": None}])
@@ -611,7 +589,7 @@ def test_a_folder_that_names_strings_ends_at_them(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     model = open_language_model(str(tmp_path), device="cpu")
     expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=4, do_sample=False)[0, len(IDS) :].tolist()
-    model.network.generation_config.stop_strings = [model.decode(expected[:2])]
+    model.network.generation_config.stop_strings = [model.text.decode(expected[:2])]
     found = list[int]()
 
     def is_done(token: int) -> bool:
@@ -668,16 +646,16 @@ def test_steps_order_the_files_of_a_copied_run(tmp_path: Path) -> None:
     [
         (["nowhere", "a"], ["nowhere does not exist", "outputs/quickstart", "hf download ORG/NAME"]),
         (["empty", "a"], ["empty is a run without a checkpoint", "train it"]),
-        (["run"], ["are required: PROMPT (moe-generate --help shows the options)"]),
-        ([], ["are required: RUN, PROMPT ("]),
-        (["run", "a", "--chat"], ["unrecognized arguments: a"]),
+        (["run"], ["give either a PROMPT or --chat (moe-generate --help shows the options)"]),
+        ([], ["are required: RUN ("]),
+        (["run", "a", "--chat"], ["give either a PROMPT or --chat"]),
         (["run", "--chat", "--system", ""], ["--system is empty"]),
         (["run", ""], ["the prompt is empty", "give some text"]),
         (["run", "\udcff"], ["the prompt is not UTF-8"]),
         (["run", "a", "--system", "b"], ["--system is for a dialogue"]),
         (["run", "0" * 25], ["the prompt has 25 tokens", "24 of the context", "shorten it"]),
         (["run", "a"], ["the token 97", "knows 64", "--tokenizer"]),
-        (["run", "--chat"], ["has no chat template", "was not trained on conversations"]),
+        (["run", "--chat"], ["has no chat template", "only a text can be continued"]),
         (["run", "0", "--checkpoint", "4"], ["no checkpoint of step 4", "it has 3"]),
         (["run", "0", "--tokenizer", "gpt2"], ["tokenizer='gpt2' is neither", "nor ORG/NAME of a model on the Hub"]),
         (["run", "0", "--tokenizer", "bpe:300"], ["--tokenizer bpe:300", "give bytes"]),
