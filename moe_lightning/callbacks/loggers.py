@@ -11,7 +11,6 @@ copies and logs; of the checkpoints that wait for it only the newest is logged.
 
 from __future__ import annotations
 
-import math
 import netrc
 import os
 import re
@@ -22,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 import numpy as np
@@ -40,7 +39,6 @@ from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
-from moe_lightning.files import replace_text
 from moe_lightning.user_errors import missing_for_logger, one_line
 
 RUN_ID = "wandb_run_id"
@@ -50,10 +48,6 @@ _STEP = "wandb_step"
 """The file of a run's folder that holds the number of rows of its W&B run: offline, nobody else knows where a resumed
 run continues."""
 
-_BEST = "wandb_best"
-"""The file of a run's folder that holds the lowest validation loss of the checkpoints that W&B has."""
-
-_COPIES = "WANDB_DATA_DIR"
 _MOST_BINS = 512
 
 
@@ -196,17 +190,13 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
     Args:
         project, name, save_dir: as in WandbLogger.
         log_model: checkpoints as artifacts, partial ones too, uploaded beside training: true for the last one when
-            training ends, "all" as they are written (of several that wait for their upload, the newest). `best` is the
-            first after the lowest validation loss; one that is complete only after a later validation has no loss.
-            Offline `wandb sync` uploads them, from copies in save_dir/wandb or WANDB_DATA_DIR.
+            training ends, "all" as they are written (of several that wait for their upload, the newest). Offline
+            `wandb sync` uploads them, from W&B's copies (WANDB_DATA_DIR).
         offline: true or false; None: offline unless WANDB_MODE is set or an API key is known.
         group: runs that W&B shows together; None: WANDB_RUN_GROUP, which a multirun of moe-train sets.
         tags: to find the run by.
         options: passed to WandbLogger.
     """
-
-    _copies: ClassVar[str | None] = None
-    """The folder that the last logger of this process has set for copies."""
 
     def __init__(
         self,
@@ -223,25 +213,20 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         if offline is None:
             offline = "WANDB_MODE" not in os.environ and not has_wandb_login()
         os.environ.setdefault("WANDB_SILENT", "true")
-        if log_model and os.environ.get(_COPIES) in (None, QuietWandbLogger._copies):  # else the user has set it
-            QuietWandbLogger._copies = os.environ[_COPIES] = str(Path(save_dir).absolute() / "wandb")
         options |= {"group": group} if group is not None else {}
         options |= {"tags": list(tags)} if tags else {}
         super().__init__(project=project, name=name, save_dir=save_dir, offline=offline, **options)
         private_lightning.drop_wandb_option(self, "anonymous")
         self._log_checkpoints = log_model
         self._checkpoint: Place | None = None
-        self._loss, self._validated = math.inf, 0  # of the last validation, and the step it was logged with
         self._uploads: CheckpointUploads | None = None
-        self._counter, self._best = Path(save_dir) / _STEP, Path(save_dir) / _BEST
+        self._counter = Path(save_dir) / _STEP
         self._rows = 0
 
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log metrics; the validation loss decides which checkpoint is the best one."""
-        if "val/loss" in metrics:
-            self._loss, self._validated = float(metrics["val/loss"]), step or 0
+        """Log metrics, and count them."""
         super().log_metrics(metrics, step)
         self._rows += 1
         self._counter.write_text(f"{self._rows}\n")
@@ -258,7 +243,7 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         """Log a checkpoint that is complete: a file, a directory, or a directory in a store; does not wait."""
         self._checkpoint = path
         if self._log_checkpoints == "all":
-            self._upload(path)
+            self._open_uploads().log(path)
 
     @rank_zero_only
     def resume_from(self, checkpoint: Path, step: int) -> None:
@@ -272,19 +257,15 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
     def finalize(self, status: str) -> None:
         """Log the last checkpoint of a training that ended well, and wait until W&B has it."""
         if status == "success" and self._log_checkpoints and self._checkpoint is not None:
-            self._upload(self._checkpoint)
+            self._open_uploads().log(self._checkpoint)
         if self._uploads is not None:
             self._uploads.finish()
-
-    def _upload(self, path: Place) -> None:
-        is_known = math.isfinite(self._loss) and self._validated <= (step_of(path) or math.inf)
-        self._open_uploads().log(path, {"val/loss": self._loss} if is_known else {})
 
     def _open_uploads(self) -> CheckpointUploads:
         if self._uploads is None:
             run = self.experiment
             run.config  # noqa: B018  # opens the run here: the thread only uploads
-            self._uploads = CheckpointUploads(private_lightning.wandb_run(self), self._best)
+            self._uploads = CheckpointUploads(private_lightning.wandb_run(self))
         return self._uploads
 
     @override
@@ -295,7 +276,8 @@ class QuietWandbLogger(DeferredLogger, WandbLogger):
         chosen = os.environ.get("WANDB_RUN_ID")
         private_lightning.name_wandb_run(self, lambda folder: chosen or persistent_run_id(folder))
         run = super().open()
-        self._rows = int(number_in(self._counter, 0))
+        rows = self._counter.read_text().strip() if self._counter.exists() else ""
+        self._rows = int(rows) if rows.isdecimal() else 0  # a killed process may leave it empty
         if self._rows and run.offline:
             run.log({}, step=self._rows, commit=False)
         return run
@@ -332,14 +314,6 @@ def persistent_run_id(folder: Path) -> str:
     with os.fdopen(descriptor, "w") as file:
         file.write(run_id + "\n")
     return run_id
-
-
-def number_in(path: Path, default: float) -> float:
-    """Return the number in a file; the default where there is none."""
-    try:
-        return float(path.read_text())
-    except (OSError, ValueError):
-        return default
 
 
 def has_wandb_login() -> bool:
@@ -423,23 +397,22 @@ class CheckpointUploads:
 
     Args:
         run: W&B's run.
-        best: file that keeps the lowest validation loss of the run's artifacts for its next process.
     """
 
-    def __init__(self, run: Any, best: Path) -> None:
-        self._run, self._best = run, best
+    def __init__(self, run: Any) -> None:
+        self._run = run
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb-artifacts")
         self._waiting: Future[None] | None = None
         self._submitted: set[str] = set()
 
-    def log(self, checkpoint: Place, metadata: Mapping[str, Any]) -> None:
+    def log(self, checkpoint: Place) -> None:
         """Submit a checkpoint unless it was submitted before; does not wait."""
         if str(checkpoint) in self._submitted:
             return
         self._submitted.add(str(checkpoint))
         if self._waiting is not None:
             self._waiting.cancel()  # unless it runs already: this one is newer
-        self._waiting = self._submit(self._log, checkpoint, metadata)
+        self._waiting = self._submit(self._log, checkpoint)
 
     def use(self, artifact: str) -> None:
         """Record that the run resumes from an artifact, offline in its configuration only; does not wait."""
@@ -458,23 +431,17 @@ class CheckpointUploads:
 
         return self._thread.submit(guarded)
 
-    def _log(self, checkpoint: Place, metadata: Mapping[str, Any]) -> None:
+    def _log(self, checkpoint: Place) -> None:
         import wandb
 
-        run = self._run
-        files, details = files_of(checkpoint)
-        artifact = wandb.Artifact(artifact_name(run.id), type="model", metadata={**details, **metadata})
+        files, metadata = files_of(checkpoint)
+        artifact = wandb.Artifact(artifact_name(self._run.id), type="model", metadata=metadata)
         if isinstance(checkpoint, Path):
             _add_copies(artifact, {name: Path(place) for name, place in files.items()}, checkpoint.parent.parent)
         else:
             for name, place in files.items():
                 artifact.add_reference(str(place), name=name, checksum=False)  # the manifest has checksums
-        loss = metadata.get("val/loss", math.inf)
-        is_best = loss < number_in(self._best, math.inf)
-        aliases = ["latest", step_alias(details["step"])]
-        run.log_artifact(artifact, aliases=[*aliases, "best"] if is_best else aliases)
-        if is_best:
-            replace_text(self._best, f"{loss!r}\n")
+        self._run.log_artifact(artifact, aliases=["latest", step_alias(metadata["step"])])
 
     def _use(self, artifact: str) -> None:
         run = self._run

@@ -118,7 +118,7 @@ def test_partial_checkpoints_are_artifacts(tmp_path: Path, monkeypatch: pytest.M
     for file, step in ((first, 2), (second, 4)):
         (artifact,) = (record.artifact for record in records(file) if record.HasField("artifact"))
         assert artifact.name == f"checkpoint-{run_id}"
-        assert sorted(artifact.aliases) == ["best", "latest", f"step-{step}"]
+        assert sorted(artifact.aliases) == ["latest", f"step-{step}"]
         metadata = json.loads(artifact.metadata)
         assert metadata["step"] == step
         assert set(metadata["expert_versions"]) == {"layer00", "layer01"}

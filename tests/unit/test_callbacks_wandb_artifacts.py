@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_lightning.callbacks.loggers import CheckpointUploads, QuietWandbLogger, checkpoint_metadata, resumed_artifact
+from moe_lightning.callbacks.loggers import CheckpointUploads, checkpoint_metadata, resumed_artifact
 from moe_lightning.checkpoint.manifest import FileRecord, Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.state.pieces import Block, Piece
@@ -54,38 +53,23 @@ def checkpoint(tmp_path: Path, step: int) -> Path:
 
 def test_an_artifact_says_which_step_it_is(tmp_path: Path) -> None:
     run = Run()
-    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
-    uploads.log(checkpoint(tmp_path, 20), {"val/loss": 1.5})
+    uploads = CheckpointUploads(run)
+    uploads.log(checkpoint(tmp_path, 20))
     uploads.finish()
     name, aliases, metadata, files = run.logged[0]
     assert name == "checkpoint-abc123"
-    assert aliases == ["latest", "step-20", "best"]
-    assert metadata == {"step": 20, "val/loss": 1.5}
+    assert aliases == ["latest", "step-20"]
+    assert metadata == {"step": 20}
     assert files == ["step-0000020.ckpt"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"], "no links are left"
-
-
-def test_copies_for_a_later_upload_are_in_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in the home folder, which a container loses, and not in that of an earlier run of this process."""
-    monkeypatch.delenv("WANDB_DATA_DIR")
-    QuietWandbLogger(save_dir=str(tmp_path / "earlier"), offline=True, log_model="all")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    log_after(monkeypatch, tmp_path, Run(), {1: None})
-    copies = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"state 1"]
-    assert {path.parent for path in copies} == {
-        tmp_path / "run" / "checkpoints",
-        tmp_path / "wandb" / "artifacts" / "staging",
-    }
 
 
 def test_a_slow_upload_holds_nobody_up_and_the_newest_waits(tmp_path: Path) -> None:
     run = Run()
     run.may_log.clear()
-    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
+    uploads = CheckpointUploads(run)
     for step in (1, 2, 3, 4):  # returns while the first one is stuck
-        uploads.log(checkpoint(tmp_path, step), {})
+        uploads.log(checkpoint(tmp_path, step))
     run.may_log.set()
     uploads.finish()
     steps = [metadata["step"] for _, _, metadata, _ in run.logged]
@@ -95,10 +79,10 @@ def test_a_slow_upload_holds_nobody_up_and_the_newest_waits(tmp_path: Path) -> N
 
 def test_a_pruned_checkpoint_is_a_warning(tmp_path: Path) -> None:
     run = Run()
-    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
+    uploads = CheckpointUploads(run)
 
     def log() -> None:
-        uploads.log(tmp_path / "checkpoints" / "step-0000009", {})
+        uploads.log(tmp_path / "checkpoints" / "step-0000009")
         uploads.finish()
 
     with pytest.warns(match=r"W&B gets no artifact of .*step-0000009"):
@@ -114,7 +98,7 @@ def test_a_resumed_run_uses_what_it_goes_on_from(tmp_path: Path) -> None:
     assert resumed_artifact(path.parent, 20) == "checkpoint-xyz987:step-20"
     for offline, used in ((False, ["checkpoint-xyz987:step-20"]), (True, [])):
         run = Run(offline=offline)
-        uploads = CheckpointUploads(run, tmp_path / "wandb_best")
+        uploads = CheckpointUploads(run)
         uploads.use("checkpoint-xyz987:step-20")
         uploads.finish()
         assert run.used == used
@@ -131,8 +115,8 @@ def test_an_artifact_refers_to_a_checkpoint_in_a_store(tmp_path: Path) -> None:
     )  # fmt: skip
     storage_of(place).put(place / "MANIFEST.json", manifest.dump())
     run = Run()
-    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
-    uploads.log(place, {})
+    uploads = CheckpointUploads(run)
+    uploads.log(place)
     uploads.finish()
     ((_, aliases, _, files),) = run.logged
     assert aliases == ["latest", "step-10"]
@@ -158,62 +142,3 @@ def test_ages_of_partial_experts() -> None:
     assert told["oldest_expert_steps"] == 6
     assert told["mean_expert_steps"] == 3.0
     assert told["plt"] == 0.25
-
-
-def log_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run, losses: dict[int, float | None]) -> None:
-    """One process of a run: a checkpoint after each step, and before it a validation where there is a loss."""
-    monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger.log_metrics", lambda *_: None)
-    logger = QuietWandbLogger(save_dir=str(tmp_path), offline=True, log_model="all")
-    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
-    monkeypatch.setattr(logger, "_open_uploads", lambda: uploads)
-    for step, loss in losses.items():
-        if loss is not None:
-            logger.log_metrics({"val/loss": loss}, step)
-        logger.log_checkpoint(checkpoint(tmp_path, step))
-        if run.may_log.is_set():
-            uploads.finish()
-    run.may_log.set()
-    uploads.finish()
-
-
-def best_steps(run: Run) -> list[int]:
-    return [metadata["step"] for _, aliases, metadata, _ in run.logged if "best" in aliases]
-
-
-def test_the_lowest_loss_names_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    log_after(monkeypatch, tmp_path, run, {1: None, 2: 2.0, 3: 3.0, 4: math.nan, 5: 1.0, 6: None})
-    assert best_steps(run) == [2, 5]
-
-
-def test_a_resumed_run_keeps_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run()
-    log_after(monkeypatch, tmp_path, run, {1: 2.0, 2: 1.5})
-    log_after(monkeypatch, tmp_path, run, {3: None, 4: 1.8, 5: 1.4})
-    assert best_steps(run) == [1, 2, 5]
-
-
-def test_a_checkpoint_that_gave_way_leaves_the_best_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run()
-    run.may_log.clear()
-    log_after(monkeypatch, tmp_path, run, {1: 2.0, 2: 1.5, 3: None})
-    assert best_steps(run)[-1] == 3
-
-
-def test_a_checkpoint_from_before_a_validation_has_not_its_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of step 1200 is complete when 1500 is saved; the validation was at 1251."""
-    monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger.log_metrics", lambda *_: None)
-    run = Run()
-    logger = QuietWandbLogger(save_dir=str(tmp_path), offline=True, log_model="all")
-    uploads = CheckpointUploads(run, tmp_path / "wandb_best")
-    monkeypatch.setattr(logger, "_open_uploads", lambda: uploads)
-    logger.log_metrics({"val/loss": 1.0}, 1250)
-    for step in (1200, 1500):
-        logger.log_checkpoint(checkpoint(tmp_path, step))
-        uploads.finish()
-    assert [metadata.get("val/loss") for _, _, metadata, _ in run.logged] == [None, 1.0]
-    assert best_steps(run) == [1500]
