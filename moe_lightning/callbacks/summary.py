@@ -32,8 +32,6 @@ from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import replace_text
 
-_MAX_ORDER = 2
-_MAX_VOCAB_SIZE = 4096
 _MAX_CELLS = 1 << 24  # int64 counts, 128 MiB: a vocabulary of 4096 at order 1, of 256 at order 2
 _PIECE = 1 << 22  # tokens counted at once
 _LEAST_DISCOUNT = 0.05  # so that no token has the probability 0
@@ -80,18 +78,16 @@ def ngram_cross_entropy(
     """Mean negative log likelihood of `val` under an n-gram model of `train`.
 
     Args:
-        train, val: tokens below `vocab_size`, [count].
-        order: tokens of context: 0, 1 or 2.
+        train, val: tokens below `vocab_size`, [count], more than `order`.
+        order: tokens of context.
         vocab_size: counts are kept in a dense table of vocab_size ** (order + 1) cells.
 
     Returns:
         nats per token, over the tokens of `val` that have a whole context.
 
     Raises:
-        ConfigurationError: another order, a vocabulary above 4096 (order 2: above 256, the limit of a dense table of
-            2**24 counts), too few tokens, or a token outside the vocabulary.
+        ConfigurationError: a token outside the vocabulary.
     """
-    _check(len(train), len(val), order, vocab_size)
     tables, surprise = _tables(_count(train, order, vocab_size), order, vocab_size), 0.0
     for codes in _pieces(val, order, vocab_size):
         likelihood = np.full(len(codes), 1.0 / vocab_size)
@@ -99,19 +95,6 @@ def ngram_cross_entropy(
             likelihood = table.probabilities(codes % len(table.counts), likelihood, vocab_size)
         surprise -= float(np.log(likelihood).sum())
     return surprise / (len(val) - order)
-
-
-def _check(train_tokens: int, val_tokens: int, order: int, vocab_size: int) -> None:
-    if order not in range(_MAX_ORDER + 1):
-        raise ConfigurationError(f"order={order} is not 0, 1 or 2; longer contexts are left to a trained model.")
-    if not 1 <= vocab_size <= _MAX_VOCAB_SIZE or vocab_size ** (order + 1) > _MAX_CELLS:
-        raise ConfigurationError(
-            f"An order-{order} model of vocab_size={vocab_size} is beyond the limit of {_MAX_VOCAB_SIZE} tokens and "
-            f"{_MAX_CELLS} counts; lower the order, or use byte-level tokens."
-        )
-    for name, count in (("training", train_tokens), ("held-out", val_tokens)):
-        if count <= order:
-            raise ConfigurationError(f"{count} {name} tokens hold no context of {order} tokens; give more text.")
 
 
 def _codes(tokens: npt.NDArray[np.integer], order: int, vocab_size: int) -> Codes:
@@ -220,8 +203,8 @@ class Summary(Callback):
 
 
 def ngram_losses(data: TextData, orders: Sequence[int], most: float = math.inf) -> dict[str, float]:
-    """Cross-entropy of counting models on the windows that the model was validated on; orders that the vocabulary
-    forbids are left out.
+    """Cross-entropy of counting models on the windows that the model was validated on; orders whose table would be too
+    large, or whose contexts are longer than the text, are left out.
 
     Args:
         most: of the held-out windows, the first ones, as under `trainer.limit_val_batches`.
@@ -229,14 +212,12 @@ def ngram_losses(data: TextData, orders: Sequence[int], most: float = math.inf) 
     windows = data.val_dataloader().dataset
     count = int(min(most, len(windows)))  # type: ignore[arg-type]
     held_out = np.concatenate([windows[index][1].numpy() for index in range(count)])
-    losses = {}
+    train, losses = data.corpora[0].train.open(), dict[str, float]()
     for order in orders:
-        try:
-            losses[f"order_{order}_loss"] = ngram_cross_entropy(
-                data.corpora[0].train.open(), held_out, order, data.vocab_size
-            )
-        except ConfigurationError:
+        if data.vocab_size ** (order + 1) > _MAX_CELLS or order >= min(len(train), len(held_out)):
             continue
+        try:
+            losses[f"order_{order}_loss"] = ngram_cross_entropy(train, held_out, order, data.vocab_size)
         except MemoryError:
             rank_zero_warn(f"the order-{order} model is left out: its counts need more memory than there is")
     return losses
@@ -271,8 +252,8 @@ def render(numbers: Mapping[str, float], files: Mapping[str, Place]) -> str:
     if "val_accuracy" in numbers:
         five = f", {numbers['val_top_5_accuracy']:.1%} in the first five" if "val_top_5_accuracy" in numbers else ""
         rows.append(("accuracy", f"{numbers['val_accuracy']:.1%}{five}"))
-    counting = [order for order in range(3) if f"order_{order}_loss" in numbers]
-    rows += [(f"order-{order} model", f"{numbers[f'order_{order}_loss']:.4f}") for order in counting]
+    counted = [name for name in numbers if name.startswith("order_")]
+    rows += [(f"order-{name.split('_')[1]} model", f"{numbers[name]:.4f}") for name in counted]
     for things in ("tokens", "images"):
         if f"{things}_per_s" in numbers:
             rows.append(("speed", f"{numbers[f'{things}_per_s']:,.0f} {things}/s over {numbers['steps']:,.0f} steps"))

@@ -129,13 +129,6 @@ def test_large_vocabularies_at_order_one() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"order": 3}, "order=3"),
-        ({"order": -1}, "order=-1"),
-        ({"order": 0, "vocab_size": 4097}, "vocab_size=4097"),
-        ({"order": 2, "vocab_size": 257}, "lower the order"),
-        ({"vocab_size": 0}, "vocab_size=0"),
-        ({"val": np.array([1])}, "1 held-out tokens"),
-        ({"train": np.array([1])}, "1 training tokens"),
         ({"train": np.array([1, 2, 9])}, "do not fit vocab_size=4"),
         ({"val": np.array([1, 2, -1])}, "do not fit vocab_size=4"),
     ],
