@@ -276,15 +276,11 @@ def _reason(name: HubName, key: str, error: Exception) -> str:
     cure = f"run hf download {name.repository}{revision} --local-dir {directory}, and give {key}={given}"
     if isinstance(error, errors.GatedRepoError):
         return f"is gated: accept its terms on {constants.ENDPOINT}/{name.repository}, and run hf auth login"
-    if isinstance(error, errors.RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError | errors.HFValidationError):
         return (
-            "is neither on this machine nor a model of the Hub that you may read: check the name, or run hf auth login "
-            "for a private model"
+            "is neither on this machine nor a model of the Hub that you may read: check name and revision, or run hf "
+            "auth login for a private model"
         )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"names no revision of {name.repository}: give one of its branches, tags or commits"
-    if isinstance(error, errors.HFValidationError):
-        return "is neither on this machine nor a possible name on the Hub: check it"
     if constants.HF_HUB_OFFLINE:
         return (
             "is neither on this machine nor in the cache of the Hub, and HF_HUB_OFFLINE forbids downloads: set "

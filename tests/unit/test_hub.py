@@ -249,10 +249,10 @@ def test_a_tokenizer_by_the_name_of_its_model(spec: str, served: Served) -> None
 
 
 REFUSED = {
-    "org/none": "is neither on this machine nor a model of the Hub that you may read: check the name",
-    "org/tiny@v9": "names no revision of org/tiny: give one of its branches, tags or commits",
+    "org/none": "is neither on this machine nor a model of the Hub that you may read: check name and revision",
+    "org/tiny@v9": "is neither on this machine nor a model of the Hub that you may read: check name and revision",
     "gated/tiny": r"is gated: accept its terms on http://.*/gated/tiny, and run hf auth login",
-    "org/a..b": "is neither on this machine nor a possible name on the Hub: check it",
+    "org/a..b": "is neither on this machine nor a model of the Hub that you may read: check name and revision",
     "org/files": "has no config.json, so it is not a model of transformers: give another",
     "org/pickled": "has no safetensors, and pickles are not read: save it with save_pretrained",
     "org/cunning": "lists files in its model.safetensors.index.json that are not safetensors: name another",
