@@ -1,8 +1,8 @@
 """Classes and functions that a configuration may name as `_target_`, and URLs that it may give as paths.
 
 A recipe and the `config.yaml` of a run choose among the public classes of this library, of Lightning and of torch that
-a training is made of, so they cannot run code of their own. Everything else is named by the user: on the command
-line, or in `MOE_LIGHTNING_ALLOW`. Lightning opens paths with fsspec, some of whose protocols render templates of the
+a training is made of, so they cannot run code of their own. Everything else is named by the user in
+`MOE_LIGHTNING_ALLOW`. Lightning opens paths with fsspec, some of whose protocols render templates of the
 file that they read, or send code to other processes: no configuration needs them.
 """
 
@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep
-from hydra.errors import OverrideParseException
 
 from moe_lightning.config import TARGET, is_below, shown
 from moe_lightning.errors import ConfigurationError
@@ -80,54 +75,7 @@ def _is_dotted(name: str) -> bool:
 
 def is_allowed(name: str) -> bool:
     """True if the user has named this or what it belongs to."""
-    return is_below(name, _allowed())
-
-
-def _allowed() -> list[str]:
-    return [name for word in os.environ.get(ALLOW_VARIABLE, "").split(",") if (name := word.strip())]
-
-
-@contextmanager
-def environment_variable(name: str, value: str) -> Iterator[None]:
-    """Give a variable of the environment a value inside, and the former one, or none, afterwards."""
-    former = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if former is not None:
-            os.environ[name] = former
-
-
-@contextmanager
-def typed_targets_allowed(words: Sequence[str]) -> Iterator[None]:
-    """Allow the targets that the words of a command name, in this process and those that it starts meanwhile."""
-    typed = list(_typed_targets(words))
-    with environment_variable(ALLOW_VARIABLE, ",".join([*_allowed(), *typed])) if typed else nullcontext():
-        yield
-
-
-def _typed_targets(words: Sequence[str]) -> Iterator[str]:
-    for word in words:
-        if TARGET not in word:
-            continue
-        try:
-            (setting,) = OverridesParser.create().parse_overrides([word])
-        except OverrideParseException:  # composing says so
-            continue
-        value = setting.value()
-        named = _targets_in({setting.key_or_group: value.list if isinstance(value, ChoiceSweep) else value})
-        yield from (name for name in named if isinstance(name, str) and _is_dotted(name))
-
-
-def _targets_in(node: Any) -> Iterator[Any]:
-    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-    for name, child in children:
-        if str(name).rpartition(".")[2] == TARGET:
-            yield from (getattr(one, "text", one) for one in (child if isinstance(child, list) else [child]))
-        else:
-            yield from _targets_in(child)
+    return is_below(name, [word.strip() for word in os.environ.get(ALLOW_VARIABLE, "").split(",") if word.strip()])
 
 
 def _imported(target: str, key: str) -> Any:
@@ -163,6 +111,6 @@ def _is_public_class(found: Any) -> bool:
 
 def _refusal(target: str, trusted: str, key: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{key}.{TARGET}={target} is not a class that a configuration file may name: if you trust it, set "
-        f"{ALLOW_VARIABLE}={trusted} in the environment, or give the setting on the command line"
+        f"{key}.{TARGET}={target} is not a class that a configuration may name: if you trust it, set "
+        f"{ALLOW_VARIABLE}={trusted} in the environment"
     )

@@ -54,7 +54,6 @@ from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
-from moe_lightning.cli.targets import environment_variable, typed_targets_allowed
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.membership import ElasticSettings
@@ -484,9 +483,8 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[tup
             return None  # Hydra would print a note of its own
 
     with ExitStack() as contexts:
-        contexts.enter_context(typed_targets_allowed(options.overrides))
         contexts.enter_context(_own_failures(failures))
-        contexts.enter_context(environment_variable("HYDRA_FULL_ERROR", "1"))  # it raises, and does not print and exit
+        contexts.enter_context(_environment_variable("HYDRA_FULL_ERROR", "1"))  # it raises, and does not print and exit
         contexts.enter_context(composition_errors(arguments))
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
@@ -506,6 +504,19 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[tup
     if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
     return jobs
+
+
+@contextmanager
+def _environment_variable(name: str, value: str) -> Iterator[None]:
+    """Give a variable of the environment a value inside, and the former one, or none, afterwards."""
+    former = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if former is not None:
+            os.environ[name] = former
 
 
 @contextmanager
@@ -546,8 +557,7 @@ def _advise(arguments: Sequence[str]) -> None:
 
     folder = [] if config_dir is None else ["--config-dir", config_dir]
     read = [with_quotes(one) for one in _as_settings([*settings, *folder]) if one not in folder]
-    with typed_targets_allowed(read):
-        advise(read, cluster=given.cluster, out=given.out, config_dir=config_dir)
+    advise(read, cluster=given.cluster, out=given.out, config_dir=config_dir)
 
 
 def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_lightning.cli import train
+from moe_lightning.cli.targets import ALLOW_VARIABLE
 from moe_lightning.cli.train import main
 from moe_lightning.user_errors import report, sentence_of, sentence_of_memory
 from tests.commands import WORDS, write_words
@@ -96,6 +97,7 @@ def test_a_defect_keeps_its_traceback(
 ) -> None:
     (tmp_path / "faulty.py").write_text("def build(config, optimizer):\n    return undefined_name\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(ALLOW_VARIABLE, "faulty")
     assert exit_code(main, [*TINY, "module._target_=faulty.build"]) == 1
     err = capfd.readouterr().err
     assert "Traceback" in err
