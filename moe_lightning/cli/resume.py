@@ -79,10 +79,6 @@ def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[Setting
     """
     places = str(former.get("run_dir")), str(given.get("run_dir"))
     tokenizers = _original_tokenizer(former), _original_tokenizer(given)
-    if str((given.get("model") or {}).get(TARGET)).endswith(".GPTConfig"):
-        former, given = (
-            {**each, "model": _with_sizes(each["model"])} if each.get("model") else each for each in (former, given)
-        )
     return [
         SettingChange(key=key, former=before, given=value, is_possible=_is_possible(key, before, value, given))
         for key, before, value in _in_both(former, given)
@@ -90,14 +86,6 @@ def changes(former: Mapping[str, Any], given: Mapping[str, Any]) -> list[Setting
         and _moved(before, *places) != value
         and not (key == "data.tokenizer" and (before, value) == tokenizers)  # listed as the model's
     ]
-
-
-def _with_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A GPT's configuration with the sizes that its nulls stand for."""
-    width = model.get("d_model")
-    hidden = model.get("d_hidden") or (4 * width if type(width) is int else None)
-    meant = {"d_hidden": hidden, "d_expert": hidden, "num_kv_heads": model.get("num_heads")}
-    return {**model} | {name: size for name, size in meant.items() if name in model and model[name] is None}
 
 
 def _original_tokenizer(config: Mapping[str, Any]) -> str:

@@ -142,9 +142,6 @@ def _description(path: Path) -> str:
     return ""
 
 
-_MOST_NAMED = 12
-
-
 def objective_of(path: Path, name: str) -> float:
     """The metric of this name in a file that `RunDirectory.write_metrics` has left.
 
@@ -159,12 +156,9 @@ def objective_of(path: Path, name: str) -> float:
             "with task=validate for metrics of the validation, or with resume=false"
         ) from None
     if name not in metrics:
-        near = suggestion(name, metrics)
-        some = ", ".join(sorted(metrics)[:_MOST_NAMED]) or "none"
         raise ConfigurationError(
-            f"objective={name} is not a metric that the run logged{near}: it logged {some}"
-            f"{', ...' if len(metrics) > _MOST_NAMED else ''}; the same command with one of them and "
-            "resume=true need not train again"
+            f"objective={name} is not a metric that the run logged{suggestion(name, metrics)}: use one of "
+            f"{', '.join(sorted(metrics))}"
         )
     if not math.isfinite(metrics[name]):
         raise ConfigurationError(

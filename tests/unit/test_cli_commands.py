@@ -247,9 +247,9 @@ def test_the_metrics_of_a_training_outlive_a_later_validation(tmp_path: Path) ->
     [
         (
             "val/los",
-            "not a metric that the run logged (did you mean 'val/loss'?): it logged train/loss, train/lr, val/loss",
+            "not a metric that the run logged (did you mean 'val/loss'?): use one of train/loss, train/lr, val/loss",
         ),
-        ("reward", "not a metric that the run logged: it logged train/loss, train/lr, val/loss"),
+        ("reward", "not a metric that the run logged: use one of train/loss, train/lr, val/loss"),
         ("train/loss", "objective=train/loss came out as nan, which nothing can be compared with"),
     ],
 )

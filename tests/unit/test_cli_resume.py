@@ -24,7 +24,6 @@ from moe_lightning.cli.resume import changes, check_changes, config_of, effect, 
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.training import ResumedWithOverrides, RunRecord
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.models.gpt import GPTConfig
 from moe_lightning.models.gpt_module import OptimizerConfig, WarmupAndDecay
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
 
@@ -116,20 +115,6 @@ def test_what_cannot_change(key: str, value: Any) -> None:
         check_changes(found, overrides=True)
     with pytest.raises(ConfigurationError, match=rf"^the checkpoint {told}or name another checkpoint$"):
         check_changes(found, overrides=True, is_named=True)
-
-
-def test_sizes_that_null_stands_for_are_no_change() -> None:
-    target = FORMER["model"]["_target_"]
-    nulls = {"d_model": 64, "num_heads": 4, "d_hidden": None, "d_expert": None, "num_kv_heads": None}
-    gpt = GPTConfig(**{**TINY, **nulls})  # type: ignore[arg-type]
-    sizes = {"d_hidden": gpt.hidden_size, "d_expert": gpt.expert_size, "num_kv_heads": gpt.kv_heads}
-    given: Any = {"model": {"_target_": target, **nulls}}
-    for former in ({"_target_": target, **nulls, **sizes}, nulls | sizes):  # of config.yaml, and of a checkpoint
-        assert changes({"model": former}, given) == []
-    found = changes(given, {"model": {"_target_": target, **nulls, **sizes, "d_hidden": 128}})
-    assert [str(change) for change in found] == ["model.d_hidden 256 -> 128"]
-    with pytest.raises(ConfigurationError, match="another shape or meaning"):
-        check_changes(found, overrides=True)
 
 
 def _pretrained(place: str | None, tokenizer: str, target: str = "huggingface.module.HuggingFaceConfig") -> Any:
