@@ -234,7 +234,7 @@ class GracefulStop(Callback):
     later at the earliest, ends at once: a scheduler may signal the launcher, which passes it on, as well as its ranks.
 
     The ranks agree every `log_every_n_steps`, one rank alone after every step: asking in between would cost a
-    collective of its own in each step.
+    collective of its own in each step. The limits of a Trainer that was stopped are not restored: it trains no more.
 
     Attributes:
         stopped_by: the signal that ended the training, with its state saved; None where none did.
@@ -244,21 +244,6 @@ class GracefulStop(Callback):
         self.stopped_by: signal.Signals | None = None
         self._asked_by: signal.Signals | None = None
         self._asked_at = 0.0
-        self._limit: int | float = 1.0
-        self._least: tuple[int | None, int | None] = None, None
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.stopped_by = self._asked_by = None
-        self._limit = trainer.limit_val_batches
-        self._least = trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.limit_val_batches = self._limit
-        trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = self._least
-        for callback in _monitors(trainer):
-            vars(callback).pop("on_train_epoch_end", None)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -281,8 +266,9 @@ class GracefulStop(Callback):
                 self.stopped_by = signal.SIGTERM if is_term else signal.SIGINT
                 trainer.should_stop, trainer.limit_val_batches = True, 0
                 trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
-                for callback in _monitors(trainer):
-                    callback.on_train_epoch_end = Callback().on_train_epoch_end  # type: ignore[method-assign]
+                for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                    if isinstance(callback, EarlyStopping | ModelCheckpoint) and callback.monitor is not None:
+                        callback.on_train_epoch_end = Callback().on_train_epoch_end  # type: ignore[method-assign]
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -296,12 +282,6 @@ class GracefulStop(Callback):
             self._asked_by, self._asked_at = signal.Signals(number), time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._asked_at > _ONE_REQUEST_S:
             raise KeyboardInterrupt
-
-
-def _monitors(trainer: pl.Trainer) -> list[EarlyStopping | ModelCheckpoint]:
-    """Return the callbacks that judge the training by a metric."""
-    found = [one for one in trainer.callbacks if isinstance(one, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
-    return [callback for callback in found if callback.monitor is not None]
 
 
 def _is_notice(trainer: pl.Trainer) -> bool:
