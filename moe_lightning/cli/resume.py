@@ -184,12 +184,6 @@ def check_start(resume: str) -> None:
         check_end(Path(place))
 
 
-def unused(found: list[SettingChange]) -> str:
-    """Return the changes that a run which has finished does not use; "" for none."""
-    shown = [change for change in found if change.key != "trainer.max_steps"]
-    return f", with other settings than this command has: {_listed(shown)}" if shown else ""
-
-
 def effect(found: list[SettingChange]) -> str:
     """Return the changes that take effect, for the headline; "" for none."""
     return f"; changed: {_listed(found)}" if found else ""

@@ -52,7 +52,7 @@ from moe_lightning.cli.composition import (
 from moe_lightning.cli.dial import check_dial, dial_line, with_dial
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import read_settings, refuse_option
-from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, unused
+from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on
 from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
@@ -425,19 +425,15 @@ def _print_health(words: Sequence[str]) -> None:
 
 def run_command(arguments: Sequence[str]) -> tuple[Path, dict[str, float]]:
     """Run a command of one training, and return its run directory and its metrics; raises as `run_job`."""
-    jobs = _run_hydra(arguments, is_called=True)
+    jobs = _run_hydra(arguments)
     if len(jobs) != 1:
         raise ConfigurationError("one training has one value of each setting: call it once for each of several")
     directory, task = jobs[0]
     return directory, RunDirectory(directory).read_metrics(task)
 
 
-def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[tuple[Path, str]]:
-    """Run a command and return the run directory and the task of each of its jobs.
-
-    Args:
-        is_called: by a program, which reads the metrics of the run.
-    """
+def _run_hydra(arguments: Sequence[str]) -> list[tuple[Path, str]]:
+    """Run a command and return the run directory and the task of each of its jobs."""
     # Hydra's machinery without hydra.main, which would answer a wrong option with a screen of usage.
     from hydra import version
     from hydra.core.hydra_config import HydraConfig
@@ -467,7 +463,7 @@ def _run_hydra(arguments: Sequence[str], *, is_called: bool = False) -> list[tup
             jobs.append((Path(runtime.cwd, str(composed.run_dir)), str(composed.task)))
             # Under hydra.job.chdir=true relative paths are those of the command all the same.
             with chdir(runtime.cwd), _own_wandb_run():
-                return run_job(composed, is_called=is_called)
+                return run_job(composed)
         except Exception as error:
             failures.append(error)
             remove_empty(Path(runtime.output_dir))  # Hydra made it before anything was checked
@@ -554,12 +550,9 @@ def _advise(arguments: Sequence[str]) -> None:
     advise(read, cluster=given.cluster, out=given.out, config_dir=config_dir)
 
 
-def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:
+def run_job(composed: DictConfig) -> float | None:
     """Train as one composed configuration says: in this process, or on ranks of its own. What sweepers get: the last
     value of the metric that `objective` names, None without one and on ranks above 0 of torchrun and the like.
-
-    Args:
-        is_called: by a program, which reads the metrics of the run.
 
     Raises:
         ConfigurationError, CheckpointError: a mistake of the user, found here.
@@ -574,7 +567,7 @@ def run_job(composed: DictConfig, *, is_called: bool = False) -> float | None:
         if not _finished(directory, config):
             _launch(directory, config, elastic, external=external)
         return None
-    if finished := _finished(directory, config, is_read=is_called or config["objective"] is not None):
+    if finished := _finished(directory, config):
         from moe_lightning.cli.training import check
 
         check(config)  # wrong values are named all the same
@@ -740,14 +733,12 @@ def _elastic_launcher(
     return ElasticLauncher(num_ranks=ranks_of(config["trainer"]), log_dir=directory.logs, **elastic)
 
 
-def _finished(directory: RunDirectory, config: Mapping[str, Any], *, is_read: bool = False) -> str:
+def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     """Return the message of a run that has nothing left to do; "" for any other.
 
-    Args:
-        is_read: a program takes its metrics for those of this command.
-
     Raises:
-        ConfigurationError: they are those of settings which a resume would refuse, or of more steps.
+        ConfigurationError: it has made more steps than the command asks for, or with settings that the command would
+            change.
     """
     max_steps = config["trainer"].get("max_steps")
     if config["task"] != "train" or not goes_on(config) or not isinstance(max_steps, int) or max_steps <= 0:
@@ -755,20 +746,14 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any], *, is_read: bo
     last = directory.has_reached(max_steps)
     if last is None:
         return ""
-    former = config_of(last.path)
-    found = changes(former, config) if former else []
-    # Under manual optimization a batch may have several steps, and the last one passes the limit.
-    is_less = max_steps < last.step and max_steps != ((former or {}).get("trainer") or {}).get("max_steps")
-    asked = f" (trainer.max_steps={max_steps} asks for fewer)" if is_less else ""
-    head = f"{directory} has finished its {last.step} steps{asked}"
-    refused = [change for change in found if change.is_on_request or not change.is_possible]
-    if is_read and (is_less or refused):
-        raise ConfigurationError(
-            f"{head}{unused(refused)}, so it has no metrics of this command: give this run another run_name, or start "
-            "over with resume=false"
-        )
     start = "" if config["resume"] is False else ", start over with resume=false"
-    return f"{head}{unused(found)}: give this run another run_name{start}, or measure it with task=validate"
+    head, cure = f"{directory} has finished its {last.step} steps", f"give this run another run_name{start}"
+    former = config_of(last.path)
+    # Under manual optimization a batch may have several steps, and the last one passes the limit.
+    if max_steps < last.step and max_steps != ((former or {}).get("trainer") or {}).get("max_steps"):
+        raise ConfigurationError(f"{head}, and trainer.max_steps={max_steps} asks for fewer: {cure}")
+    check_changes(changes(former, config) if former else [], overrides=False)
+    return f"{head}: {cure}, or measure it with task=validate"
 
 
 def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bool) -> tuple[Path | None, str]:
