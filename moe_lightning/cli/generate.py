@@ -19,7 +19,7 @@ from annotated_types import Interval
 
 from moe_lightning import user_errors
 from moe_lightning.arguments import Count, Parser, value
-from moe_lightning.config import NonNegativeInt, PositiveInt
+from moe_lightning.config import PositiveInt
 from moe_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -62,9 +62,6 @@ def run_command(
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a model."""
     parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face folder")
-    parser.add_argument(
-        "--checkpoint", type=value(NonNegativeInt), metavar="STEP", help="of a run (default: the newest complete one)"
-    )
     parser.add_argument("--tokenizer", help="bytes, or a tokenizer.json (default: that of the run or the folder)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or cuda:N (default: a GPU if there is one)")
 
@@ -75,7 +72,6 @@ def open_model(arguments: argparse.Namespace, program: str) -> LanguageModel:
 
     return open_language_model(
         arguments.path,
-        step=arguments.checkpoint,
         tokenizer=arguments.tokenizer,
         device=arguments.device,
         report=lambda problem: print(f"{program}: {problem}; the one before it is used", file=sys.stderr),

@@ -251,7 +251,6 @@ class LanguageModel:
 def open_language_model(
     path: str,
     *,
-    step: int | None = None,
     tokenizer: str | None = None,
     device: str = "auto",
     report: Callable[[str], None] | None = None,
@@ -260,7 +259,6 @@ def open_language_model(
 
     Args:
         path: a run directory, a checkpoint, the URL of one in a store, or a Hugging Face folder.
-        step: of a checkpoint of the run; None: its newest complete one.
         tokenizer: "bytes" or the path of a tokenizer.json; None: that of the run or the folder.
         device: as torch names it, or "auto".
         report: called with a sentence for every damaged file that is passed over.
@@ -281,11 +279,9 @@ def open_language_model(
             "moe-ckpt export-hf without --adapter"
         )
     if isinstance(place, Path) and (place / CONFIG).is_file():
-        if step is not None:
-            raise ConfigurationError(f"{path} is a Hugging Face folder, which has no steps: leave out --checkpoint")
         model = _of_folder(place, tokenizer)
     else:
-        model = _of_checkpoint(place, step, tokenizer, report)
+        model = _of_checkpoint(place, tokenizer, report)
     model.network.to(chosen).eval()
     return model
 
@@ -306,13 +302,11 @@ def _device(name: str) -> torch.device:
 # ---------------------------------------------------------------- our checkpoints
 
 
-def _of_checkpoint(
-    place: Place, step: int | None, given: str | None, report: Callable[[str], None] | None
-) -> LanguageModel:
+def _of_checkpoint(place: Place, given: str | None, report: Callable[[str], None] | None) -> LanguageModel:
     try:
-        saved = open_saved(place, step=step, report=report)
+        saved = open_saved(place, report=report)
     except ConfigurationError:
-        if step is None and isinstance(place, Path) and (place / "config.yaml").is_file():
+        if isinstance(place, Path) and (place / "config.yaml").is_file():
             raise ConfigurationError(
                 f"{place} is a run without a checkpoint: train it to its end, or give another run"
             ) from None

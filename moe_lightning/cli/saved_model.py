@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.directory import has_manifest, headings
+from moe_lightning.checkpoint.directory import has_manifest
 from moe_lightning.checkpoint.files import read_file
 from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, resolve, tokenizer_origin
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import SCOPES_OF_A_MODEL
-from moe_lightning.cli.run_directory import checkpoints
 from moe_lightning.config import build_config
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.hub import TOKENIZER, local_folder
@@ -42,12 +41,11 @@ def checkpoints_of(path: Place) -> Place:
     return inside if isinstance(inside, Path) and inside.is_dir() and not has_manifest(path) else path
 
 
-def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], None] | None = None) -> SavedModel:
+def open_saved(path: Place, *, report: Callable[[str], None] | None = None) -> SavedModel:
     """Open a checkpoint: a file, a directory, or the newest complete one of a directory of these.
 
     Args:
         path: where it is, or the directory of its run.
-        step: of a checkpoint in a directory of these; None: the newest.
         report: called with a sentence for every damaged one that is passed over; None: the newest file must be whole.
 
     Raises:
@@ -55,8 +53,6 @@ def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], 
         CheckpointError: it is damaged.
     """
     place = checkpoints_of(path)
-    if step is not None:
-        place = _of_step(place, step)
     if newest_file(place) is None:
         is_directory = storage_of(place).is_dir(place)
         return _Directory(resolve(place, report)) if is_directory else _File(Path(place))
@@ -76,18 +72,6 @@ def open_saved(path: Place, *, step: int | None = None, report: Callable[[str], 
     raise CheckpointError(
         f"{place} holds no complete checkpoint: {problems[0]}; restore one from a copy, or name another directory"
     )
-
-
-def _of_step(place: Place, step: int) -> Place:
-    steps: dict[int, Place] = {}  # of equal ones the last one saved
-    if isinstance(place, Path):
-        steps |= {checkpoint.step: checkpoint.path for checkpoint in reversed(checkpoints(place))}
-    else:
-        steps |= {manifest.step: path for path, manifest in reversed(headings(place))}
-    if step not in steps:
-        known = ", ".join(map(str, steps)) or "none"
-        raise ConfigurationError(f"{place} holds no checkpoint of step {step}: it has {known}")
-    return steps[step]
 
 
 def trained_config(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -472,9 +472,9 @@ def _run_hydra(arguments: Sequence[str]) -> list[tuple[Path, str]]:
                 raise
             return None  # Hydra would print a note of its own
 
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises, and does not print and exit
     with ExitStack() as contexts:
         contexts.enter_context(_own_failures(failures))
-        contexts.enter_context(_environment_variable("HYDRA_FULL_ERROR", "1"))  # it raises, and does not print and exit
         contexts.enter_context(composition_errors(arguments))
         if options.multirun:
             os.environ.setdefault("WANDB_RUN_GROUP", f"sweep-{zlib.crc32(' '.join(options.overrides).encode()):08x}")
@@ -494,19 +494,6 @@ def _run_hydra(arguments: Sequence[str]) -> list[tuple[Path, str]]:
     if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
     return jobs
-
-
-@contextmanager
-def _environment_variable(name: str, value: str) -> Iterator[None]:
-    """Give a variable of the environment a value inside, and the former one, or none, afterwards."""
-    former = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if former is not None:
-            os.environ[name] = former
 
 
 @contextmanager

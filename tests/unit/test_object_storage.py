@@ -22,12 +22,11 @@ from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.arena import arena_path
 from moe_lightning.checkpoint.directory import Superseded, check_world, checkpoints, enter_world, make_staging
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.manifest import METADATA, PRUNED, Manifest
+from moe_lightning.checkpoint.manifest import METADATA, PRUNED
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.checkpoint.storage import objects, place_of, shared_place, storage_of
 from moe_lightning.checkpoint.storage.interface import URL
-from moe_lightning.cli.saved_model import _of_step
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.strategies.checkpoints import is_directory_of_ours
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -404,14 +403,3 @@ def test_mistakes_are_sentences(root: URL, faults: Faults, monkeypatch: pytest.M
     forget_stores()
     with pytest.raises(PermissionError, match=r"access was refused .*: give credentials .*AWS_ACCESS_KEY_ID"):
         storage_of(root).put(root / "run.json", b"")
-
-
-def test_a_checkpoint_is_found_by_its_step() -> None:
-    root = place_of(f"memory://{uuid.uuid4().hex}/checkpoints")
-    for step in (5, 10):
-        common: dict[str, Any] = {"run": "run", "session": "1", "world_size": 1, "files": {}, "stored": ()}
-        manifest = Manifest(step=step, sequence=step, created_s=0.0, previous=None, **common)
-        storage_of(root).put(root / f"step-{step:08d}" / MANIFEST, manifest.dump())
-    assert _of_step(root, 5) == root / "step-00000005"
-    with pytest.raises(ConfigurationError, match="no checkpoint of step 7: it has 5, 10"):
-        _of_step(root, 7)
