@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command(_parser(), _run, argv)
+    return run_command(parser(), _run, argv)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of a command line."""
     parser = Parser(
         prog="moe-eval",
         usage="moe-eval RUN FILE [options]\n       moe-eval RUN --tasks NAME[,NAME] [options]",

@@ -33,7 +33,7 @@ _Seed = Annotated[int, Interval(ge=0, lt=1 << 63)]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command(_parser(), _run, argv)
+    return run_command(parser(), _run, argv)
 
 
 def run_command(
@@ -78,7 +78,8 @@ def open_model(arguments: argparse.Namespace, program: str) -> LanguageModel:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of a command line."""
     parser = Parser(
         prog="moe-generate",
         usage='moe-generate RUN "PROMPT" [options]\n       moe-generate RUN --chat [options]',

@@ -400,11 +400,11 @@ _ADAPTER = "adapter_config.json"
 
 
 def _of_folder(folder: Path, given: str | None) -> LanguageModel:
+    network = _pretrained(folder)
     if given is None and not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one
         raise ConfigurationError(
             f"{folder} holds no tokenizer: give --tokenizer bytes, or --tokenizer with the path of a tokenizer.json"
         )
-    network = _pretrained(folder)
     return LanguageModel(
         name=str(folder),
         network=network,

@@ -75,9 +75,11 @@ def test_generation_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len([name for given, name in shown if given]) > 7
     for given, name in shown:
         if given and "--help" not in given and given != ["tokenize"]:
-            for_file = evaluate.parser(has_file="--tasks" not in given)
-            parser = for_file if name == "moe-eval" else generate.parser(has_prompt="--chat" not in given)
-            assert (data.parser() if name == "moe-data" else parser).parse_args(given)
+            if name == "moe-data":
+                assert data.parser().parse_args(given)
+            else:
+                parser = evaluate.parser() if name == "moe-eval" else generate.parser()
+                assert parser.parse_intermixed_args(given)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

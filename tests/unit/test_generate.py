@@ -26,7 +26,7 @@ from moe_lightning.checkpoint.files import write_file
 from moe_lightning.checkpoint.inspect import checkpoint_files
 from moe_lightning.cli.expert_edits import ExpertEdit, edit_file
 from moe_lightning.cli.generate import TextStream, main
-from moe_lightning.cli.language_model import open_language_model
+from moe_lightning.cli.language_model import TrainedText, open_language_model
 from moe_lightning.cli.run_directory import checkpoints
 from moe_lightning.cli.saved_model import open_saved
 from moe_lightning.data.documents import source_files
@@ -599,7 +599,7 @@ def test_a_folder_that_names_strings_ends_at_them(tmp_path: Path) -> None:
     model.generate(IDS, GREEDY, 4, is_done)
     assert found == expected[:2]
     with pytest.raises(ConfigurationError, match=r"generation_config.json of .* has stop_strings"):
-        replace(model, spec="bytes").generate(IDS, GREEDY, 4, is_done)
+        replace(model, text=TrainedText(ByteTokenizer(), "bytes")).generate(IDS, GREEDY, 4, is_done)
 
 
 def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
