@@ -119,6 +119,7 @@ def sequential_selection(*, ordinal: int, k: int, num_layers: int, num_experts: 
     return Selection(experts=tuple(window(layer) for layer in range(num_layers)), num_experts=num_experts)
 
 
+@lru_cache(maxsize=64)
 def window_slots(*, k: int, num_layers: int, num_experts: int, ep_size: int = 1) -> IntArray:
     """int64 [L, E]: the ordinal of the first sequential checkpoint that saves each expert.
 
@@ -130,6 +131,7 @@ def window_slots(*, k: int, num_layers: int, num_experts: int, ep_size: int = 1)
             ordinal=ordinal, k=k, num_layers=num_layers, num_experts=num_experts, ep_size=ep_size
         )
         slots[window.mask()] = ordinal
+    slots.setflags(write=False)
     return slots
 
 

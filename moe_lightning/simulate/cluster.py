@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from typing import Any
 
 import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.migration import align_placements, held_states, migration_s, plan_migration
+from moe_lightning.checkpoint.policy import CheckpointLedger
 from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,
     Origin,
@@ -29,21 +30,13 @@ from moe_lightning.checkpoint.recovery_plan import (
     SnapshotInventory,
     StorageInventory,
 )
-from moe_lightning.checkpoint.selection import (
-    DynamicKRule,
-    Selection,
-    full_selection,
-    persist_selection,
-    sequential_selection,
-    worst_case_plt,
-)
+from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.mesh import NOTHING, Part, is_whole, missing, parts_of_ranks
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.simulate.step_model import StepModel
-from moe_lightning.simulate.token_ledger import SimulatedLedger, Source
 from moe_lightning.simulate.workload import Workload
 
 
@@ -143,6 +136,7 @@ class HeldSnapshot:
         nodes: writers, in the order of the world.
         versions_LE: step of the newest copy of each expert in it.
         writer_LE: which of the nodes wrote each expert.
+        counts: the ledger of tokens then; empty where it is not kept.
         lost: nodes that have failed since.
     """
 
@@ -150,6 +144,7 @@ class HeldSnapshot:
     nodes: tuple[int, ...]
     versions_LE: IntArray
     writer_LE: IntArray
+    counts: Mapping[str, Any]
     lost: set[int] = field(default_factory=set)
 
     def experts_by_writer(self) -> dict[int, tuple[HeldExpert, ...]]:
@@ -237,18 +232,25 @@ def inventories(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pending:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        snapshot: that is written.
+        stored_LE: versions on storage once it is.
+        done_ns: when.
+        nbytes: that are written.
+    """
 
     snapshot: HeldSnapshot
-    persist_LE: BoolArray
+    stored_LE: IntArray
     done_ns: int
     nbytes: float
 
 
 class SavedState:
-    """The checkpoints of a simulated run, and its token ledger where only some experts are saved.
+    """The checkpoints of a simulated run; selection, ledger and Dynamic-K are those of training.
 
-    Selection, ledger and Dynamic-K are those of training; counts are the routing's, layer by layer.
+    Counts are the routing's, layer by layer; nothing is counted where each checkpoint holds all experts.
 
     Args:
         workload, policy: of the run.
@@ -269,6 +271,7 @@ class SavedState:
         planned_steps: int,
     ) -> None:
         experts = workload.num_experts
+        self.shape = num_layers, experts
         self.interval_steps = interval_steps
         some = None if policy.lossless else policy.k_snapshot  # a window is one checkpoint of everything
         self.k_snapshot = min(experts, some or experts)
@@ -276,15 +279,23 @@ class SavedState:
         self.partial = self.k_persist < experts
         self.committed_bytes: list[float] = []  # of each checkpoint
         self.saves = 0  # begun in this world
+        nobody: IntArray = np.zeros(self.shape, dtype=np.int64)
+        self._counts = CheckpointLedger(
+            num_layers=num_layers,
+            num_experts=experts,
+            planned_assignments=planned_assignments,
+            owners=nobody,
+            num_ranks=1,
+            scopes=parse_scopes(policy.scopes),
+        )
+        self._memory_versions = self._storage_versions = nobody
+        # On storage: at first the initial state, which anybody can make.
+        self._stored = HeldSnapshot(
+            mark=Mark(), nodes=(), versions_LE=nobody, writer_LE=nobody, counts=self._counts.state_dict()
+        )
         self.newest: HeldSnapshot | None = None
         self.written: HeldSnapshot | None = None
-        self.storage = Mark()
-        self._memory_versions: IntArray = np.zeros((num_layers, experts), dtype=np.int64)
-        self._storage_versions: IntArray = np.zeros((num_layers, experts), dtype=np.int64)
         self._pending: deque[_Pending] = deque()
-        self._ledger = SimulatedLedger(
-            num_layers=num_layers, num_experts=experts, planned_assignments=planned_assignments
-        )
         self._dynamic: DynamicKRule | None = None
         if policy.plt_threshold is not None and self.partial:
             ahead = interval_steps if policy.plt_lookahead else 0
@@ -301,13 +312,13 @@ class SavedState:
             self._raise_k()
 
     @property
-    def shape(self) -> tuple[int, int]:
-        layers, experts = self._memory_versions.shape
-        return layers, experts
+    def plt(self) -> float:
+        return self._counts.ledger.plt
 
     @property
-    def plt(self) -> float:
-        return self._ledger.plt
+    def storage(self) -> Mark:
+        """When the newest checkpoint on storage was taken."""
+        return self._stored.mark
 
     def begin_session(self) -> None:
         """A world begins: its first checkpoint holds all experts."""
@@ -321,36 +332,40 @@ class SavedState:
     def record(self, counts_LE: IntArray) -> None:
         """Tokens that each expert has been trained on since the last call."""
         if self.partial:
-            self._ledger.record(counts_LE)
+            self._counts.ledger.record(counts_LE)
 
     def begin(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray, *, done_ns: int, nbytes: float) -> None:
         """The nodes of a world took a snapshot of the present state, which will be on storage at `done_ns`."""
         if any(entry.snapshot.mark.step == mark.step for entry in self._pending):
             return  # this very state is on its way
-        self.saves += 1
-        snapshot, persist = self._select()
+        copied = written = np.ones(self.shape, dtype=np.bool_)
         if self.partial:
-            self._ledger.begin_checkpoint(mark.step, snapshot=snapshot, persist=persist)
-        self._memory_versions = np.where(snapshot, mark.step, self._memory_versions)
-        taken = HeldSnapshot(mark=mark, nodes=nodes, versions_LE=self._memory_versions, writer_LE=writer_LE)
-        self.newest = taken
-        self._pending.append(_Pending(snapshot=taken, persist_LE=persist, done_ns=done_ns, nbytes=nbytes))
+            plan = self._counts.plan(*self.next_k())
+            self._counts.begin(mark.step, plan)
+            copied, written = plan.snapshot.mask(), plan.persist.mask()
+        self.saves += 1
+        self._memory_versions = np.where(copied, mark.step, self._memory_versions)
+        self.newest = self._taken(mark, nodes, self._memory_versions, writer_LE)
+        before = self._pending[-1].stored_LE if self._pending else self._storage_versions
+        stored = np.where(written, mark.step, before)  # a checkpoint that is skipped leaves its turn to the next
+        self._pending.append(_Pending(snapshot=self.newest, stored_LE=stored, done_ns=done_ns, nbytes=nbytes))
+
+    def _taken(self, mark: Mark, nodes: tuple[int, ...], versions_LE: IntArray, writer_LE: IntArray) -> HeldSnapshot:
+        counts = self._counts.state_dict() if self.partial else {}
+        return HeldSnapshot(mark=mark, nodes=nodes, versions_LE=versions_LE, writer_LE=writer_LE, counts=counts)
 
     def commit_written(self, now_ns: int) -> None:
         """Commit what has been written by now; what is older than the newest of it is void."""
         for done in [entry for entry in self._pending if entry.done_ns <= now_ns]:
             while self._pending.popleft() is not done:
                 pass
-            self.storage, self.written = done.snapshot.mark, done.snapshot
-            self._storage_versions = np.where(done.persist_LE, self.storage.step, self._storage_versions)
+            self._stored = self.written = done.snapshot
+            self._storage_versions = done.stored_LE
             self.committed_bytes.append(done.nbytes)
-            if self.partial:
-                self._ledger.complete_checkpoint(self.storage.step)
 
     def note_snapshot(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray) -> None:
         """A snapshot of everything for protection, which storage will not get."""
-        everything = np.full(self.shape, mark.step)
-        self.newest = HeldSnapshot(mark=mark, nodes=nodes, versions_LE=everything, writer_LE=writer_LE)
+        self.newest = self._taken(mark, nodes, np.full(self.shape, mark.step), writer_LE)
 
     def lose(self, nodes: Collection[int]) -> None:
         """These nodes have failed, and their memory with them."""
@@ -360,7 +375,7 @@ class SavedState:
                 snapshot.lost.update(nodes)
 
     def on_storage(self) -> StorageInventory:
-        """The newest written checkpoint; at the start the initial state, which anybody can make."""
+        """The newest written checkpoint."""
         versions = tuple(tuple(int(version) for version in row) for row in self._storage_versions)
         return StorageInventory(
             session=SESSION, step=self.storage.step, resumes_at=self.storage.step, versions=versions
@@ -368,30 +383,32 @@ class SavedState:
 
     def restore(self, plan: RecoveryPlan, now: Mark) -> Mark:
         """Book what a recovery loses; the mark at which training goes on."""
-        stale = plan.versions < plan.version
-        if plan.level == "live" and not stale.any():
+        is_live = plan.level == "live"
+        if is_live and (plan.versions >= plan.version).all():
             return now
-        nothing = np.zeros(self.shape, dtype=np.bool_)
+        mark = now if is_live else self._saved_at(plan.version).mark
         if self.partial:
-            if plan.level == "live":
-                self._ledger.begin_checkpoint(now.step, snapshot=nothing, persist=nothing)
-                self._ledger.complete_checkpoint(now.step, persisted=nothing)
-            elif any(entry.snapshot.mark.step == plan.version for entry in self._pending):
-                # It counts as a recovery point although nothing of it has reached storage.
-                self._ledger.complete_checkpoint(plan.version, persisted=nothing)
-            old = np.where(plan.origins == Origin.STORAGE, int(Source.STORAGE), int(Source.MEMORY))
-            before = self.plt
-            self._ledger.recover(np.where(stale, old, int(Source.LIVE)))
-            if self._dynamic is not None:
-                self._dynamic.after_fault(self.plt - before)
-                self._raise_k()
-        marks = [self.storage, *(snapshot.mark for snapshot in (self.newest, self.written) if snapshot is not None)]
-        mark = now if plan.level == "live" else next(mark for mark in marks if mark.step == plan.version)
+            self._count_losses(plan)
         self._pending.clear()
         self._memory_versions = np.minimum(self._memory_versions, plan.versions)
         if self.newest is not None and self.newest.mark.step > mark.step:
             self.newest = self.written  # a later one is void
         return mark
+
+    def _saved_at(self, step: int) -> HeldSnapshot:
+        kept = [snapshot for snapshot in (self._stored, self.newest, self.written) if snapshot is not None]
+        return next(snapshot for snapshot in kept if snapshot.mark.step == step)
+
+    def _count_losses(self, plan: RecoveryPlan) -> None:
+        """Tokens that the restored experts have not seen are lost, after which K may rise."""
+        if plan.level == "live":
+            stale = np.argwhere(plan.versions < plan.version).tolist()
+            lost = self._counts.lose({(layer, expert): int(plan.versions[layer, expert]) for layer, expert in stale})
+        else:
+            lost = self._counts.restore(self._saved_at(plan.version).counts, plan.version, plan.versions)
+        if self._dynamic is not None:
+            self._dynamic.after_fault(self._counts.ledger.plt_of(lost.sum(axis=1)))
+            self._raise_k()
 
     def forget_memory(self) -> None:
         """Nothing in host memory can be used any more."""
@@ -401,27 +418,6 @@ class SavedState:
         assert self._dynamic is not None
         self.k_persist = self._dynamic.k
         self.k_snapshot = max(self.k_snapshot, self.k_persist)
-
-    def _select(self) -> tuple[BoolArray, BoolArray]:
-        """bool [L, E] each: the experts that this checkpoint copies, and those of them that it writes; the first one
-        of a session takes all."""
-        layers, experts = self.shape
-        if self.saves == 1 or self.k_persist >= experts:
-            everything = np.ones(self.shape, dtype=np.bool_)
-            return everything, everything
-        chosen = _window((self.saves - 2) % experts, self.k_snapshot, layers, experts)
-        written = chosen
-        if self.k_persist < self.k_snapshot:
-            written = persist_selection(chosen, k=self.k_persist, persisted_version=self._storage_versions)
-        return chosen.mask(), written.mask()
-
-
-@cache
-def _window(ordinal: int, k: int, num_layers: int, num_experts: int) -> Selection:
-    """Return the experts that a partial checkpoint copies; they repeat after at most E checkpoints."""
-    if k >= num_experts:
-        return full_selection(num_layers, num_experts)
-    return sequential_selection(ordinal=ordinal, k=k, num_layers=num_layers, num_experts=num_experts)
 
 
 _MAX_PLANNED_CELLS = 1 << 21

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,19 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.paper_moc import expected_plt, expected_plt_two_level, staleness_sum
 from moe_lightning.checkpoint.commit import dump_object
-from moe_lightning.checkpoint.policy import CheckpointLedger
-from moe_lightning.checkpoint.selection import (
-    Selection,
-    full_selection,
-    load_aware_global_selection,
-    load_aware_selection,
-    parse_scopes,
-    persist_selection,
-    sequential_selection,
-    worst_case_plt,
-)
+from moe_lightning.checkpoint.policy import CheckpointLedger, Order, unseen_tokens
+from moe_lightning.checkpoint.selection import parse_scopes, worst_case_plt
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.token_ledger import SimulatedLedger, Source
 from tests.traces import recorded
 
 
@@ -35,76 +24,50 @@ def load_trace() -> np.ndarray:
         return trace["counts"].sum(axis=2, dtype=np.int64)
 
 
-class TokenSets:
-    """The slow reference: every copy of every expert is the set of token numbers that it has been trained on."""
-
-    def __init__(self, layers: int, experts: int) -> None:
-        self.pairs = [(layer, expert) for layer in range(layers) for expert in range(experts)]
-        self.live: dict[tuple[int, int], set[int]] = {pair: set() for pair in self.pairs}
-        self.memory = {pair: [(0, set())] for pair in self.pairs}
-        self.storage = {pair: [(0, set())] for pair in self.pairs}
-        self.commits = [(0, {pair: set() for pair in self.pairs})]
-
-    def snapshot(self, step: int, mask: np.ndarray, persist: np.ndarray) -> None:
-        for pair in self.pairs:
-            if mask[pair]:
-                self.memory[pair].append((step, set(self.live[pair])))
-        self.commits.append((step, {pair: set(self.live[pair]) for pair in self.pairs}))
-        for pair in self.pairs:
-            if persist[pair]:
-                self.storage[pair].append((step, set(self.live[pair])))
-
-    def recover(self, sources: np.ndarray) -> np.ndarray:
-        step, state = self.commits[-1]
-        loss = np.zeros(sources.shape, dtype=np.int64)
-        for pair in self.pairs:
-            if sources[pair] == Source.LIVE:
-                held = state[pair]
-            else:
-                copies = self.memory[pair] if sources[pair] == Source.MEMORY else self.storage[pair]
-                held = [tokens for version, tokens in copies if version <= step][-1]
-            loss[pair] = len(state[pair] - held)
-            self.live[pair] = set(held)
-            if sources[pair] == Source.STORAGE:
-                self.memory[pair] = list(self.storage[pair])
-        self.commits[-1] = (step, {pair: set(tokens) for pair, tokens in self.live.items()})
-        return loss
+def new_ledger(layers: int, experts: int, planned: int = 10**9) -> CheckpointLedger:
+    return CheckpointLedger(
+        num_layers=layers,
+        num_experts=experts,
+        planned_assignments=planned,
+        owners=np.zeros((layers, experts), dtype=np.int64),
+        num_ranks=1,
+        scopes=parse_scopes("full"),
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 3), st.integers(2, 6), st.integers(1, 4), st.integers(1, 2), st.integers(0, 2**32 - 1))
 def test_ledger_equals_a_recount_of_every_token(layers: int, experts: int, k_s: int, k_p: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    ledger = SimulatedLedger(num_layers=layers, num_experts=experts, planned_assignments=10_000)
-    reference = TokenSets(layers, experts)
-    version = np.zeros((layers, experts), dtype=np.int64)
-    step, token, lost = 0, 0, np.zeros(layers, dtype=np.int64)
-    for ordinal in range(12):
+    """The slow reference: every version of every expert is the set of token numbers that it has been trained on."""
+    rng, shape = np.random.default_rng(seed), (layers, experts)
+    kept = new_ledger(*shape, planned=10_000)
+    live: dict[tuple[int, ...], set[int]] = {pair: set() for pair in np.ndindex(shape)}
+    at_step = {0: {pair: set(tokens) for pair, tokens in live.items()}}
+    memory, storage = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    token, lost = 0, np.zeros(layers, dtype=np.int64)
+    for step in range(1, 13):
         for _ in range(3):
-            step += 1
-            counts = rng.integers(0, 4, (layers, experts))
-            ledger.record(counts)
-            for pair in reference.pairs:
-                reference.live[pair].update(range(token, token + int(counts[pair])))
+            counts = rng.integers(0, 4, shape)
+            kept.ledger.record(counts)
+            for pair in live:
+                live[pair].update(range(token, token + int(counts[pair])))
                 token += int(counts[pair])
-        snapshot = (
-            full_selection(layers, experts)
-            if ordinal == 0
-            else sequential_selection(ordinal=ordinal, k=k_s, num_layers=layers, num_experts=experts)
-        )
-        persist = snapshot if ordinal == 0 else persist_selection(snapshot, k=k_p, persisted_version=version)
-        ledger.begin_checkpoint(step, snapshot=snapshot.mask(), persist=persist.mask())
-        ledger.complete_checkpoint(step)
-        reference.snapshot(step, snapshot.mask(), persist.mask())
-        version[persist.mask()] = step
+        plan = kept.plan(k_s, min(k_s, k_p), full=step == 1)
+        kept.begin(step, plan)
+        at_step[step] = {pair: set(tokens) for pair, tokens in live.items()}
+        memory[plan.snapshot.mask()] = step
+        storage[plan.persist.mask()] = step
         if rng.random() < 0.4:
-            ledger.record(rng.integers(0, 4, (layers, experts)))  # trained again after the fault: not lost
-            sources = rng.integers(0, 3, (layers, experts))
-            loss = ledger.recover(sources)
-            np.testing.assert_array_equal(loss, reference.recover(sources))
-            lost += loss.sum(axis=1)
-    np.testing.assert_array_equal(ledger.lost, lost)
-    assert ledger.plt == pytest.approx(float((lost / 10_000).mean()))
+            saved = kept.state_dict()
+            kept.ledger.record(rng.integers(0, 4, shape))  # trained again after the fault: not lost
+            memory = np.where(rng.integers(0, 2, shape), memory, storage)  # of some, the copy in memory is gone
+            versions = np.where(rng.integers(0, 2, shape), step, memory)
+            found, live = kept.restore(saved, step, versions), {p: set(at_step[int(versions[p])][p]) for p in live}
+            expected = [len(at_step[step][pair] - live[pair]) for pair in live]
+            np.testing.assert_array_equal(found, np.reshape(expected, shape))
+            lost += found.sum(axis=1)
+    np.testing.assert_array_equal(kept.ledger.lost, lost)
+    assert kept.ledger.plt == pytest.approx(float((lost / 10_000).mean()))
 
 
 def uniform_loss(
@@ -112,19 +75,18 @@ def uniform_loss(
 ) -> float:
     """PLT of one fault under uniform routing of one token per expert and iteration, by simulation; planned: 1000
     iterations."""
-    ledger = SimulatedLedger(num_layers=layers, num_experts=experts, planned_assignments=1000 * experts)
-    version = np.zeros((layers, experts), dtype=np.int64)
-    for ordinal in range(checkpoints):
-        for _ in range(interval):
-            ledger.record(np.ones((layers, experts), dtype=np.int64))
-        snapshot = sequential_selection(ordinal=ordinal, k=k_s, num_layers=layers, num_experts=experts)
-        persist = persist_selection(snapshot, k=k_p, persisted_version=version)
-        ledger.begin_checkpoint(ordinal + 1, snapshot=snapshot.mask(), persist=persist.mask())
-        ledger.complete_checkpoint(ordinal + 1)
-        version[persist.mask()] = ordinal + 1
-    sources = np.full((layers, experts), Source.MEMORY)
-    sources.reshape(-1)[: round(dead_share * sources.size)] = Source.STORAGE
-    return ledger.plt_of(ledger.loss_if_recovered(sources).sum(axis=1))
+    kept = new_ledger(layers, experts, planned=1000 * experts)
+    versions, storage = np.zeros((layers, experts), dtype=np.int64), np.zeros((layers, experts), dtype=np.int64)
+    for step in range(1, checkpoints + 1):
+        kept.ledger.record(np.full((layers, experts), interval))
+        plan = kept.plan(k_s, k_p)
+        kept.begin(step, plan)
+        versions[plan.snapshot.mask()] = step
+        storage[plan.persist.mask()] = step
+    dead = round(dead_share * versions.size)
+    versions.reshape(-1)[:dead] = storage.reshape(-1)[:dead]
+    lost = unseen_tokens(kept.state_dict(), checkpoints, versions)
+    return kept.ledger.plt_of(lost.sum(axis=1))
 
 
 @pytest.mark.parametrize(
@@ -154,69 +116,42 @@ def test_closed_form_of_two_levels() -> None:
     assert np.mean(simulated) == pytest.approx(form, rel=0.02)
 
 
-def test_a_commit_that_comes_late_or_never() -> None:
-    """The persist of step 2 is committed after the snapshot of step 4; that of step 4 never is."""
-    everything = full_selection(1, 2).mask()
-    first = Selection(experts=((0,),), num_experts=2).mask()
-    ledger = SimulatedLedger(num_layers=1, num_experts=2, planned_assignments=100)
-    ledger.record(np.array([[5, 7]]))
-    ledger.begin_checkpoint(2, snapshot=everything, persist=everything)
-    ledger.record(np.array([[1, 2]]))
-    ledger.begin_checkpoint(4, snapshot=first, persist=first)
-    ledger.complete_checkpoint(2)
-    assert ledger.unsaved().tolist() == [[0, 2]]
-    assert ledger.recover(Source.STORAGE).sum() == 0, "step 2 is whole on storage"
-    with pytest.raises(KeyError):
-        ledger.complete_checkpoint(4)
-
-
 def test_plt_needs_a_plan() -> None:
     with pytest.raises(ConfigurationError, match="planned_assignments=0"):
-        SimulatedLedger(num_layers=1, num_experts=1, planned_assignments=0)
+        new_ledger(1, 1, planned=0)
 
 
-def mean_plt(trace: np.ndarray, select: Callable[[int, np.ndarray], Selection]) -> float:
+def mean_plt(trace: np.ndarray, order: Order) -> float:
     """PLT of one fault, averaged over the times at which it may strike, one checkpoint per sample."""
     _, layers, experts = trace.shape
-    ledger = SimulatedLedger(num_layers=layers, num_experts=experts, planned_assignments=trace.sum(axis=(0, 2)))
+    ranks = 16
+    kept = CheckpointLedger(
+        num_layers=layers,
+        num_experts=experts,
+        planned_assignments=trace.sum(axis=(0, 2)),
+        owners=np.broadcast_to(np.arange(experts) // (experts // ranks), (layers, experts)),
+        num_ranks=ranks,
+        scopes=parse_scopes("full"),
+        order=order,
+    )
     plts = []
     for step, counts in enumerate(trace):
-        ledger.record(counts)
-        mask = select(step, ledger.unsaved()).mask()
-        ledger.begin_checkpoint(step, snapshot=mask, persist=mask)
-        ledger.complete_checkpoint(step)
-        plts.append(ledger.plt_of(ledger.loss_if_recovered(Source.STORAGE).sum(axis=1)))
+        kept.ledger.record(counts)
+        plan = kept.plan(2, 2)
+        plts.append(kept.cost(plan))
+        kept.begin(step, plan)
     return float(np.mean(plts[16:]))
 
 
 def test_plt_on_the_recorded_trace() -> None:
     trace = load_trace()
-    layers, experts, ranks = 24, 32, 16
-    owners = np.broadcast_to(np.arange(experts) // (experts // ranks), (layers, experts))
-    limits = {"k": 2, "owners": owners, "num_ranks": ranks}
-    sequential = mean_plt(
-        trace, lambda t, _: sequential_selection(ordinal=t, k=2, num_layers=layers, num_experts=experts, ep_size=ranks)
-    )
-    printed = mean_plt(trace, lambda _, unsaved: load_aware_selection(unsaved, **limits))
-    best = mean_plt(trace, lambda _, unsaved: load_aware_global_selection(unsaved, **limits))
-    assert sequential == pytest.approx(0.0150, rel=0.02)
-    assert printed == pytest.approx(0.0413, rel=0.04)
-    assert best == pytest.approx(0.0090, rel=0.02)
+    assert mean_plt(trace, "sequential") == pytest.approx(0.0150, rel=0.02)
+    assert mean_plt(trace, "load_aware") == pytest.approx(0.0413, rel=0.04)
+    assert mean_plt(trace, "load_aware_global") == pytest.approx(0.0090, rel=0.02)
 
 
 # ----------------------------------------------------------------------
 # What a run has counted fits the room that is reserved for it, however long it is.
-
-
-def new_ledger(layers: int, experts: int) -> CheckpointLedger:
-    return CheckpointLedger(
-        num_layers=layers,
-        num_experts=experts,
-        planned_assignments=10**9,
-        owners=np.zeros((layers, experts), dtype=np.int64),
-        num_ranks=1,
-        scopes=parse_scopes("full"),
-    )
 
 
 @pytest.mark.parametrize("how", ["storage", "live", "joined"])

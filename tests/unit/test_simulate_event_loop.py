@@ -611,6 +611,17 @@ def test_the_first_checkpoint_of_each_world_holds_all_experts() -> None:
     assert saved.on_storage().versions == ((30,) * EXPERTS,)
 
 
+def test_a_checkpoint_that_is_skipped_leaves_its_turn_to_the_next() -> None:
+    """As agents commit: each checkpoint holds what was due by then."""
+    saved = _saved(policy("moc", k_snapshot=2, k_persist=1, plt_threshold=None))
+    writers = np.zeros((1, EXPERTS), dtype=np.int64)
+    for step in (10, 20, 30):
+        saved.begin(Mark(step=step), (0,), writers, done_ns=40 - step, nbytes=1.0)
+    saved.commit_written(10)
+    assert sorted(saved.on_storage().versions[0]) == [10] * 6 + [20, 30]
+    assert len(saved.committed_bytes) == 1
+
+
 def test_a_node_that_comes_back_brings_no_memory() -> None:
     away = Event(time_ns=1000 * NS, failed=(2,), joined=(2,))
     again = Event(time_ns=1001 * NS, failed=(3,))
