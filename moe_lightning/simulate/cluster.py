@@ -33,7 +33,7 @@ from moe_lightning.checkpoint.recovery_plan import (
 from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.simulate.checkpoint_cost import save_cost
-from moe_lightning.simulate.mesh import NOTHING, Part, is_whole, missing, parts_of_ranks
+from moe_lightning.simulate.mesh import Part, parts_of_ranks
 from moe_lightning.simulate.policy import Policy
 from moe_lightning.simulate.scenario import Scenario
 from moe_lightning.simulate.step_model import StepModel
@@ -458,7 +458,8 @@ class ClusterState:
         nodes = max(node for event in scenario.events for node in event.joined) + 1
         shape = (scenario.routing.num_layers, scenario.workload.num_experts, nodes * scenario.hardware.ranks_per_node)
         self._held: BoolArray = np.zeros(shape, dtype=np.bool_)
-        self._parts: dict[int, Part] = {}  # of the dense state, by rank; not kept where every rank has all of it
+        self._parts: dict[int, Part] = {}  # of the dense state, by rank
+        self._all_parts: set[Part] = set()
         self._last_nodes: tuple[int, ...] = ()
 
     # ---------------------------------------------------------------- what is held
@@ -467,7 +468,8 @@ class ClusterState:
         """The world trains: its ranks hold what its placements say, nobody else holds anything."""
         self.forget()
         self._held[:, :, self._ranks(world.nodes)] = held_states(world.placements)
-        self._parts = dict(zip(self._ranks(world.nodes), self._needed_parts(world), strict=False))
+        self._parts = self._needed_parts(world)
+        self._all_parts = set(self._parts.values())
         self._last_nodes = world.nodes
 
     def forget(self) -> None:
@@ -485,7 +487,7 @@ class ClusterState:
     def experts_by_node(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """The nodes with live state, none where a part of the dense state is lost; each expert that is held is named at
         one of its holders, which is enough to know that it is."""
-        if not self._model.mesh.is_plain and not is_whole(self._parts.values()):
+        if set(self._parts.values()) != self._all_parts:
             return {}
         found: dict[int, list[tuple[int, int]]] = {node: [] for node in sorted(self.holders())}
         first = self._held.argmax(axis=2) // self._hardware.ranks_per_node
@@ -548,8 +550,7 @@ class ClusterState:
         return found
 
     def migration(self, world: SimulatedWorld) -> tuple[float, int]:
-        """Seconds and states of what the world's ranks need and do not hold; a rank without any state needs the dense
-        state too."""
+        """Seconds and states of what the world's ranks need and do not hold."""
         held = self._held[:, :, self._ranks(world.nodes)]
         lacking = held_states(world.placements) & ~held
         state_bytes = self._workload.expert_state_bytes
@@ -561,23 +562,15 @@ class ClusterState:
         else:
             receives = int(lacking.sum(axis=(0, 1)).max())
             seconds = self._scale * receives * state_bytes / bytes_per_s + latency_s
-        dense = self._missing_dense(world, held) * self._workload.dense_params
-        seconds += dense * self._workload.state_bytes / bytes_per_s
+        if any(self._parts.get(rank) != part for rank, part in self._needed_parts(world).items()):
+            dense = self._workload.dense_params / self._model.dense_cuts(self._model.ranks(len(world.nodes)))
+            seconds += dense * self._workload.state_bytes / bytes_per_s
         return seconds, round(self._scale * int(lacking.sum()))
 
-    def _missing_dense(self, world: SimulatedWorld, held: BoolArray) -> float:
-        """The largest share of the dense state that a rank of the world needs and does not hold."""
-        if self._model.mesh.is_plain:
-            return float(not held.any(axis=(0, 1)).all())
-        pairs = zip(self._ranks(world.nodes), self._needed_parts(world), strict=False)
-        return float(max(missing(needed, self._parts.get(rank, NOTHING)) for rank, needed in pairs))
-
-    def _needed_parts(self, world: SimulatedWorld) -> tuple[Part, ...]:
-        """Return the part of the dense state of each rank that trains; nothing where every rank has all of it."""
-        if self._model.mesh.is_plain:
-            return ()
-        ranks = self._model.ranks(len(world.nodes))
-        return parts_of_ranks(self._model.mesh, ranks, self._hardware.ranks_per_node)
+    def _needed_parts(self, world: SimulatedWorld) -> dict[int, Part]:
+        """Return the part of the dense state of each rank of the cluster that trains in a world."""
+        parts = parts_of_ranks(self._model.mesh, self._model.ranks(len(world.nodes)), self._hardware.ranks_per_node)
+        return dict(zip(self._ranks(world.nodes), parts, strict=False))  # the last ranks may wait
 
     def forming_s(self, world: SimulatedWorld, source: str) -> tuple[float, int]:
         """Seconds until the world trains with state from a source, and the states that move for it."""

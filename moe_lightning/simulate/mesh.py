@@ -4,16 +4,11 @@ Costs are pure functions of sizes and rates. A collective of n ranks takes what 
 for a gather or a scatter, twice that for a sum, and the latency of an exchange. Links have no contention.
 
 Every number of a rank is that of the busiest stage.
-
-A part of the dense state is an interval of [0, 1): stages cut it, tensor parts cut that, shards cut those. Parts of
-different meshes overlap as their intervals do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -197,40 +192,19 @@ def busiest_stage(workload: Workload, pp: int, chunks: int) -> BusiestStage:
     )
 
 
-Part = tuple[Fraction, Fraction]
-NOTHING: Part = (Fraction(0), Fraction(0))
-WHOLE: Part = (Fraction(0), Fraction(1))
+Part = tuple[int, int, int, int]
+"""Part of the dense state: its stage, its tensor part, its shard, and the number of shards."""
 
 
 @lru_cache(maxsize=64)
 def parts_of_ranks(mesh: MeshSpec, num_ranks: int, ranks_per_node: int) -> tuple[Part, ...]:
-    """Return, for every rank of a world, the smallest part of the dense state that it alone may hold."""
-    shape = mesh.shape(num_ranks)
-    shards = mesh.state_shards(num_ranks, ranks_per_node)
-    size = Fraction(1, mesh.pp * mesh.tp * shards)
+    """Return the part of the dense state, optimizer states included, that each rank of a world holds."""
+    shape, shards = mesh.shape(num_ranks), mesh.state_shards(num_ranks, ranks_per_node)
     found = []
     for rank in range(num_ranks):
         copy, tensor = divmod(rank % (num_ranks // mesh.pp), mesh.tp)
-        stage = shape.index(rank, "pp")
-        index = (stage * mesh.tp + tensor) * shards + copy % shards
-        found.append((index * size, (index + 1) * size))
+        found.append((shape.index(rank, "pp"), tensor, copy % shards, shards))
     return tuple(found)
-
-
-def is_whole(parts: Iterable[Part]) -> bool:
-    """True if parts together are everything."""
-    end = Fraction(0)
-    for first, last in sorted(set(parts)):
-        if first > end:
-            return False
-        end = max(end, last)
-    return end == 1
-
-
-def missing(needed: Part, held: Part) -> Fraction:
-    """Return the share of a part that is not in another."""
-    common = min(needed[1], held[1]) - max(needed[0], held[0])
-    return needed[1] - needed[0] - max(Fraction(0), common)
 
 
 def bubble_share(pp: int, micro_batches: int, chunks: int = 1) -> float:

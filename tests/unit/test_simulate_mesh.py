@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from itertools import pairwise, product
 from typing import Any, get_args
 
@@ -20,14 +19,10 @@ from moe_lightning.simulate.hardware import Hardware
 from moe_lightning.simulate.memory import RankMemory, in_flight, rank_memory
 from moe_lightning.simulate.mesh import (
     DENSE,
-    NOTHING,
-    WHOLE,
     MeshSpec,
     bubble_share,
     busiest_stage,
-    is_whole,
     link_bytes_per_s,
-    missing,
     parts_of_ranks,
     ring_s,
 )
@@ -471,16 +466,9 @@ def test_node_seconds_are_conserved(
 
 
 def test_parts_of_the_dense_state() -> None:
-    half, quarter = Fraction(1, 2), Fraction(1, 4)
-    assert set(parts_of_ranks(MeshSpec(), 8, 4)) == {WHOLE}
-    assert parts_of_ranks(MeshSpec(pp=2), 4, 4) == ((0, half), (0, half), (half, 1), (half, 1))
-    assert parts_of_ranks(MeshSpec(pp=2, dense="fsdp"), 4, 4)[2] == (half, 3 * quarter)
-    assert parts_of_ranks(MeshSpec(tp=2), 4, 4) == ((0, half), (half, 1)) * 2
-    assert parts_of_ranks(MeshSpec(dense="hsdp"), 8, 2) == ((0, half), (half, 1)) * 4
-    for dense in DENSE:
-        assert is_whole(parts_of_ranks(MeshSpec(pp=2, cp=2, tp=2, dense=dense), 32, 8))
-    assert not is_whole([(Fraction(0), half), (Fraction(2, 3), Fraction(1))])
-    assert not is_whole([])
-    assert missing(WHOLE, NOTHING) == 1
-    assert missing((quarter, half), (Fraction(1, 3), Fraction(1))) == Fraction(1, 12)
-    assert missing((quarter, half), (half, Fraction(1))) == quarter
+    """Stage, tensor part, shard, and the number of shards."""
+    assert set(parts_of_ranks(MeshSpec(), 8, 4)) == {(0, 0, 0, 1)}
+    assert parts_of_ranks(MeshSpec(pp=2), 4, 4) == ((0, 0, 0, 1),) * 2 + ((1, 0, 0, 1),) * 2
+    assert parts_of_ranks(MeshSpec(pp=2, dense="fsdp"), 4, 4)[2:] == ((1, 0, 0, 2), (1, 0, 1, 2))
+    assert parts_of_ranks(MeshSpec(tp=2), 4, 4) == ((0, 0, 0, 1), (0, 1, 0, 1)) * 2
+    assert parts_of_ranks(MeshSpec(dense="hsdp"), 8, 2) == ((0, 0, 0, 2), (0, 0, 1, 2)) * 4
