@@ -322,10 +322,7 @@ def _mesh_rows(advice: Advice, run: PlannedRun, machine: Machine) -> Iterator[_R
         other, slower = others[0].mesh, others[0].step.step_s / meshes.best[0].step.step_s - 1
         differs = " ".join(f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != getattr(mesh, n))
         next_best = f"; {differs}: step {slower:+.1%}"
-    refused = sum(meshes.refused.values())
-    fit = f"simplest within 1 % of the shortest step, of {meshes.fitting} that fit" + (
-        f", {refused} do not" if refused else ""
-    )
+    fit = f"simplest within 1 % of the shortest step, of {meshes.fitting} that fit; {meshes.refused} do not"
     yield "mesh", f"dp={machine.num_ranks // mesh.unit} {axes}".strip(), fit + next_best
     sharing = {
         "ddp": "every rank holds all dense parameters: they fit",

@@ -48,12 +48,6 @@ class RankMemory:
         passing = max(self.activations + self.gathered, self.update)
         return self.state + self.gradients + passing + self.snapshots
 
-    @property
-    def largest(self) -> str:
-        """Name of the largest part."""
-        parts = {"activations": self.activations, "weights and moments": self.state + self.gradients}
-        return max(parts, key=lambda name: parts[name])
-
 
 def rank_memory(
     workload: Workload,

@@ -9,19 +9,16 @@ stage. Results that two meshes share are computed once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import log
 from typing import Any
 
-from moe_lightning.checkpoint.schedule import Window, schedule_snapshot
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.memory import RankMemory
-from moe_lightning.simulate.mesh import DENSE, MeshSpec, bubble_share, parts_of_ranks
+from moe_lightning.simulate.mesh import DENSE, MeshSpec, bubble_share
 from moe_lightning.simulate.scenario import Report, Scenario, format_bytes, model_of
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.text_table import table
@@ -70,15 +67,13 @@ class MeshAdvice:
 
     Attributes:
         best: the best of those that fit, best first.
-        fitting, refused: how many fit a rank's memory, and why so many do not: by what takes most of it.
-        nearest: of those the mesh that needs least, and how much.
+        fitting, refused: how many fit a rank's memory, and how many do not.
         room: bytes that may be planned.
     """
 
     best: tuple[MeshCandidate, ...]
     fitting: int
-    refused: Mapping[str, int]
-    nearest: tuple[MeshSpec, float] | None
+    refused: int
     room: float
 
     @property
@@ -103,19 +98,8 @@ class MeshAdvice:
                 )
             )
         lines = table((*headers, *(["samples/s"] if self.best[0].report else ())), rows)
-        return f"{lines}\n{self.sentence()}"
-
-    def sentence(self) -> str:
-        """Return the reasons why the others do not fit."""
-        others = sum(self.refused.values())
-        if self.nearest is None:
-            return f"all {self.fitting} meshes fit the {format_bytes(self.room)} that a rank may plan with"
-        mesh, nbytes = self.nearest
-        reasons = ", ".join(f"{count} for {what}" for what, count in self.refused.items())
-        return (
-            f"{self.fitting} meshes fit, {others} need more than the {format_bytes(self.room)} that a rank may plan "
-            f"with ({reasons} most of all); the nearest, {_named(mesh)}, needs {format_bytes(nbytes)}"
-        )
+        room = format_bytes(self.room)
+        return f"{lines}\n{self.fitting} meshes fit the {room} that a rank may plan with, {self.refused} need more"
 
 
 def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> MeshAdvice:
@@ -127,7 +111,7 @@ def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> M
     hardware = scenario.hardware
     room, ranks = ROOM * hardware.memory_bytes, scenario.num_nodes * hardware.ranks_per_node
     fitting: list[MeshCandidate] = []
-    refused: list[tuple[float, str, MeshSpec]] = []
+    refused: list[tuple[float, MeshSpec]] = []
     base: StepModel | None = None
     why: ConfigurationError | None = None
     for mesh in possible_meshes(scenario, ranks, fixed or {}):
@@ -139,16 +123,16 @@ def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> M
         base = base or model
         memory = model.memory()
         if memory.total > room:
-            refused.append((memory.total, memory.largest, mesh))
+            refused.append((memory.total, mesh))
             continue
         step = model.cost(model.usable_nodes(scenario.num_nodes), 0, 0)
         fitting.append(MeshCandidate(mesh=mesh, slots=model.slots, step=step, memory=memory))
-    nearest = min(refused, key=lambda entry: entry[0], default=None)
-    if not fitting and nearest is not None:
+    if not fitting and refused:
+        needed, nearest = min(refused, key=lambda entry: entry[0])
         raise ConfigurationError(
             f"none of {len(refused)} meshes of nodes={scenario.num_nodes} fits the {format_bytes(room)} that a rank "
-            f"may plan with: the nearest, {_named(nearest[2])}, needs {format_bytes(nearest[0])}, most of it "
-            f"{nearest[1]}; add nodes, or lower policy.min_replicas or the batch"
+            f"may plan with: the nearest, pp={nearest.pp} cp={nearest.cp} tp={nearest.tp} dense={nearest.dense}, needs "
+            f"{format_bytes(needed)}; add nodes, or lower policy.min_replicas or the batch"
         )
     if not fitting:
         raise why or ConfigurationError(f"no mesh divides the {ranks} ranks of nodes={scenario.num_nodes}")
@@ -162,8 +146,7 @@ def search_mesh(scenario: Scenario, fixed: Mapping[str, Any] | None = None) -> M
     return MeshAdvice(
         best=tuple(shown),
         fitting=len(fitting),
-        refused=dict(Counter(what for _, what, _ in refused).most_common()),
-        nearest=None if nearest is None else (nearest[2], nearest[0]),
+        refused=len(refused),
         room=room,
     )
 
@@ -203,37 +186,23 @@ def _micro_batches(samples: float, pp: int) -> list[int]:
     return sorted({*powers, whole})
 
 
-def _named(mesh: MeshSpec) -> str:
-    return f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
-
-
 def mesh_table(scenario: Scenario) -> str | None:
     """Return the mesh of a scenario's first world in figures, as lines of text; None where there is only data and
     expert parallelism.
 
-    They say how the experts of a layer lie over the ranks of a stage, the parts of a step, the memory of a rank, where
-    one of its snapshots is copied (REFT 4.1), and what the survivors of one node have.
+    They say how the experts of a layer lie over the ranks of a stage, the parts of a step, and the memory of a rank.
     """
-    mesh, hardware, policy = scenario.mesh, scenario.hardware, scenario.policy
+    mesh = scenario.mesh
     if mesh.is_plain:
         return None
     model = model_of(scenario)
     nodes = model.usable_nodes(scenario.num_nodes)
-    ranks, experts = model.ranks(nodes), scenario.workload.num_experts
+    ranks = model.ranks(nodes)
     step, memory, micro_batches = model.cost(nodes, 0, 0), model.memory(), model.micro_batches(ranks)
     dp = ranks // mesh.unit
     axes = f"pp={mesh.pp} dp={dp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
     schedule = f"{micro_batches} micro-batches" + f", {mesh.chunks} chunks a stage" * (mesh.chunks > 1)
     bytes_of = ("parameters", "gradients", "optimizer", "activations", "gathered")
-    kept = min(experts, policy.k_snapshot or experts)
-    snapshot_bytes = round(save_cost(scenario.workload, hardware, policy, ranks, kept, kept).snapshot_bytes)
-    window_s = {Window.BUBBLE: step.bubble_s, Window.COMPUTE: step.hiding * step.passes_s}
-    copied = schedule_snapshot(snapshot_bytes, window_s, bytes_per_s=hardware.host_copy_bytes_per_s)
-    stall_s = (snapshot_bytes - sum(copied.values())) / hardware.host_copy_bytes_per_s
-    total = snapshot_bytes or 1
-    dp_after, waiting = divmod(max(0, scenario.num_nodes - 1) * hardware.ranks_per_node, mesh.unit)
-    is_live = _survives_a_node(mesh, ranks, hardware.ranks_per_node)
-    state = "has all of the dense state" if is_live else "lacks dense state: snapshots or storage"
     rows = [
         ("mesh", f"{axes}, {schedule}" + ", recomputing" * mesh.recompute),
         ("experts", f"over the {ranks // mesh.pp} ranks of a stage, {model.slots} slots each"),
@@ -241,15 +210,9 @@ def mesh_table(scenario: Scenario) -> str | None:
         ("bubbles", f"{100 * bubble_share(mesh.pp, micro_batches, mesh.chunks):.1f} % of a rank's passes"),
         (
             "rank",
-            f"{format_bytes(memory.total)} of {format_bytes(hardware.memory_bytes)}: "
+            f"{format_bytes(memory.total)} of {format_bytes(scenario.hardware.memory_bytes)}: "
             + ", ".join(f"{name} {format_bytes(getattr(memory, name))}" for name in bytes_of),
         ),
-        (
-            "snapshot",
-            f"{100 * copied[Window.BUBBLE] / total:.0f} % in bubbles, "
-            f"{100 * copied[Window.COMPUTE] / total:.0f} % under passes, {stall_s:.3g} s of stall",
-        ),
-        ("node lost", f"dp {dp} -> {dp_after}, {waiting} ranks wait; who is left {state}"),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in rows)
 
@@ -269,11 +232,3 @@ def _parts_of(step: StepCost) -> str:
         "update": step.update_s,
     }
     return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)
-
-
-def _survives_a_node(mesh: MeshSpec, ranks: int, ranks_per_node: int) -> bool:
-    """True if every part of the dense state is on several nodes."""
-    nodes: dict[object, set[int]] = {}
-    for rank, part in enumerate(parts_of_ranks(mesh, ranks, ranks_per_node)):
-        nodes.setdefault(part, set()).add(rank // ranks_per_node)
-    return all(len(holders) > 1 for holders in nodes.values())
