@@ -38,9 +38,6 @@ _SNAPSHOT_BUFFERS = 3  # being taken, being written, kept for a recovery
 _CERTAIN = 4.0
 """Free memory over the closed form from which on nothing is counted: counting takes a second."""
 _MIXED_STATE_BYTES = 14
-_MOST_CURES = 3
-_CHANGES = ("optimizer=", "model.adapter", "data.global_batch_size=")
-"""Beginnings of settings that change what is trained."""
 _GPT = f"{GPTConfig.__module__}.{GPTConfig.__qualname__}"
 _HUGGING_FACE = "moe_lightning.models.huggingface.module.HuggingFaceConfig"
 
@@ -330,35 +327,14 @@ def memory_refusal(run: PlannedRun, free: float, process: float = 0.0) -> str | 
     memory = run.memory()
     if memory.total <= free:
         return None
-    cures, need = best_cures(run, free)
     needs = f"this run needs {_gigabytes(memory.total + process)} a rank, {_gigabytes(free + process)} are free"
-    words = " and ".join([*([", ".join(cures[:-1])] if cures[1:] else []), *cures[-1:]])
-    less = "use a smaller model or context, or more machines"
-    if not cures:
-        cure = less
-    elif need <= free:
-        cure = f"use {words} ({_gigabytes(need + process)})"
-    else:
-        cure = f"even with {words} it needs {_gigabytes(need + process)}, so {less}"
-    return f"{needs}: {cure}; check_memory=false starts it anyway"
-
-
-def best_cures(run: PlannedRun, free: float) -> tuple[list[str], float]:
-    """Return the settings that bring a run into so many bytes, and what it then needs: one where one suffices, the
-    first in the order of `_cures`; else those that help most, one after the other, and such as keep the training first.
-    """
-    chosen, need = list[str](), run.memory().total
-    while need > free and len(chosen) < _MOST_CURES:
-        tried = [(changed.memory().total, setting, changed) for setting, changed in _cures(run)]
-        better = [entry for entry in tried if entry[0] < 0.98 * need]
-        if not better:
+    cure = "no setting saves enough alone: use a smaller model or context, more machines, or several of docs/memory.md"
+    for setting, changed in _cures(run):
+        need = changed.memory().total
+        if need <= free:
+            cure = f"use {setting} ({_gigabytes(need + process)})"
             break
-        if min(entry[0] for entry in better) > free:
-            better = [entry for entry in better if not entry[1].startswith(_CHANGES)] or better
-        fitting = next((entry for entry in better if entry[0] <= free), None)
-        need, setting, run = fitting or min(better, key=lambda entry: entry[0])
-        chosen = [other for other in chosen if other.partition("=")[0] != setting.partition("=")[0]] + [setting]
-    return chosen, need
+    return f"{needs}: {cure}; check_memory=false starts it anyway"
 
 
 def _cures(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
@@ -372,47 +348,22 @@ def _cures(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
             many = replace(mesh, micro_batches=micro * factor)
             yield f"trainer.accumulate_grad_batches={micro * factor}", replace(run, mesh=many)
             factor *= 2
-    takes_rows = training.optimizer == "adamw"
     if slices * mesh.cp > 1 and mesh.dense == "ddp":
         yield "strategy.dense=zero1", replace(run, mesh=replace(mesh, dense="zero1"))
     if run.model.is_pretrained and not mesh.recompute:
         yield "model.gradient_checkpointing=true", replace(run, mesh=replace(mesh, recompute=True))
     if not run.model.is_pretrained and not training.recomputes:
         yield "callbacks=recompute", replace(run, training=replace(training, recomputes=True))
-    if slices * mesh.cp > 1 and mesh.dense in ("ddp", "zero1") and takes_rows:
+    if slices * mesh.cp > 1 and mesh.dense in ("ddp", "zero1") and training.optimizer == "adamw":
         yield "strategy.dense=fsdp", replace(run, mesh=replace(mesh, dense="fsdp"))
-    for axis in ("tp", "pp"):
-        wider = replace(mesh, **{axis: 2 * getattr(mesh, axis)}) if axis == "tp" else _staged(run)
-        if wider is not None and ranks % wider.unit == 0 and run.model.sizes.num_heads % (wider.tp * wider.cp) == 0:
-            yield f"strategy.mesh.{axis}={getattr(wider, axis)}", replace(run, mesh=wider)
     if training.precision == "32-true" and not training.on_cpu:
         yield "trainer.precision=bf16-mixed", replace(run, training=replace(training, precision="bf16-mixed"))
-    if run.slots is not None and run.stage_slots < run.slots:
-        yield "strategy.slots=null", replace(run, slots=None)
-    if (
-        training.optimizer == "adamw"
-        and mesh.dense in ("ddp", "zero1")
-        and mesh.tp == 1
-        and not run.model.is_pretrained
-    ):
-        yield "optimizer=adafactor", replace(run, training=replace(training, optimizer="adafactor"))
     if run.model.adapted is not None:
         yield "model.adapter.kind=qlora", replace(run, model=run.model._replace(build=run.model.adapted, adapted=None))
     batch = run.global_batch // 2
     while batch >= slices * micro:
         yield f"data.global_batch_size={batch}", replace(run, global_batch=batch)
         batch //= 2
-
-
-def _staged(run: PlannedRun) -> MeshSpec | None:
-    """Return the mesh with twice as many pipeline stages; None where the model cannot be cut so."""
-    pp = 2 * run.mesh.pp
-    if run.model.sizes.tied or pp > run.model.sizes.depth or run.model.is_pretrained:
-        return None
-    samples = run.global_batch * pp * run.mesh.cp * run.mesh.tp // run.num_ranks
-    added = 2 if run.mesh.pp > 1 else 2 * pp  # two a stage, times the accumulation
-    micro_batches = (run.mesh.micro_batches or 1) * added
-    return replace(run.mesh, pp=pp, micro_batches=micro_batches) if samples % micro_batches == 0 and samples else None
 
 
 def _gigabytes(num_bytes: float) -> str:

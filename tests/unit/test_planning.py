@@ -15,7 +15,7 @@ from moe_lightning import cores
 from moe_lightning.cli import capacity, planning
 from moe_lightning.cli.composition import config_folder
 from moe_lightning.cli.footprint import TrainingShape, count_footprint
-from moe_lightning.cli.planning import PlannedRun, best_cures, check_memory, memory_refusal, planned_run
+from moe_lightning.cli.planning import PlannedRun, check_memory, memory_refusal, planned_run
 from moe_lightning.data.documents import source_files
 from moe_lightning.data.token_folder import Recipe, write_token_folder
 from moe_lightning.errors import ConfigurationError
@@ -221,25 +221,14 @@ LARGE = ("model.d_model=512", "model.num_heads=8", "data.global_batch_size=64", 
 @pytest.mark.parametrize(
     ("share", "settings", "cure"),
     [
-        (0.8, (), "trainer.accumulate_grad_batches=2"),
-        (0.8, (*DENSE, "trainer.accumulate_grad_batches=32"), "strategy.dense=zero1"),
+        (0.8, (), "trainer.accumulate_grad_batches="),
+        (0.85, (*DENSE, "trainer.accumulate_grad_batches=32"), "strategy.dense=zero1"),
         (0.6, (*DENSE, "trainer.accumulate_grad_batches=32"), "strategy.dense=fsdp"),
     ],
 )
 def test_the_cheapest_cure_that_fits(share: float, settings: tuple[str, ...], cure: str) -> None:
     run = _run(*LARGE, *settings)
-    free = share * run.memory().total
-    cures, need = best_cures(run, free)
-    assert cures[0].partition("=")[0] == cure.partition("=")[0]
-    assert need <= free
-
-
-def test_a_cure_of_stages_keeps_the_accumulation() -> None:
-    run = _run("trainer.accumulate_grad_batches=2", "model.tie_embeddings=false", "data.global_batch_size=32")
-    staged = planning._staged(run)
-    assert (staged.pp, staged.micro_batches) == (2, 8), "four for two stages, each twice"
-    again = _run("trainer.accumulate_grad_batches=16", "model.tie_embeddings=false", "data.global_batch_size=32")
-    assert planning._staged(again) is None, "64 of 32 samples"
+    assert f" are free: use {cure}" in memory_refusal(run, share * run.memory().total)
 
 
 def test_a_refusal_is_one_line() -> None:
@@ -251,11 +240,7 @@ def test_a_refusal_is_one_line() -> None:
     assert " are free: use trainer.accumulate_grad_batches=" in sentence
     assert "check_memory=false starts it anyway" in sentence
     assert "\n" not in sentence
-    hopeless = memory_refusal(run, 1e6)
-    assert ": even with " in hopeless
-    assert "trainer.accumulate_grad_batches=32" in hopeless  # before what changes the training
-    assert "global_batch_size" not in hopeless
-    assert "use a smaller model or context, or more machines" in hopeless
+    assert "no setting saves enough alone: use a smaller model or context" in memory_refusal(run, 1e6)
 
 
 def test_a_run_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
