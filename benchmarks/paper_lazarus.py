@@ -83,7 +83,6 @@ def _run(
             events=events,
             num_nodes=NODES,
             duration_s=duration_s,
-            refresh_steps=100,
         )
     )
 

@@ -34,7 +34,6 @@ usage: moe-sim [recommend] [key=value ...] [--cfg]
   world_sizes=[512,4096]            what a change of the world costs at these numbers of ranks
   routing.kind=zipf                 uniform; trace with routing.path=FILE.npz
   failures.kind=exponential         none, weibull, periodic; trace with failures.path=FILE.csv
-  picture=FILE.svg                  throughput over time
   recipe=recipes/NAME.yaml          of recommend: a recipe for moe-train
 
 examples

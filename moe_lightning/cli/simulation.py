@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +11,6 @@ from annotated_types import Interval
 from hydra import compose
 from omegaconf import OmegaConf
 
-from moe_lightning import plots
-from moe_lightning.arguments import output_file
 from moe_lightning.cli.composition import (
     CONFIG_DIR,
     build_object,
@@ -252,13 +249,12 @@ CONFIG_NAME = "simulate"
 
 _TYPES: dict[str, Any] = {
     "nodes": Annotated[int, Interval(ge=1, le=1e5)],
-    "hours": Annotated[float, Interval(gt=0, le=1e6)],
+    "hours": Annotated[float, Interval(gt=0, le=1e5)],
     "seed": NonNegativeInt,
     "compare": list[str] | None,
     "world_sizes": list[Annotated[int, Interval(ge=2, le=1e6)]] | None,
     "rank_batch": PositiveInt | None,
     "global_batch": PositiveInt | None,
-    "picture": str | None,
     "recipe": str,
     "hardware.preset": str,
     "policy.name": str,
@@ -271,7 +267,6 @@ _TYPES: dict[str, Any] = {
 
 _GROUPS = ("hardware", "mesh", "policy", "routing", "failures", "model")
 
-_MOST_NODE_HOURS = 1e9
 _MOST_RANKS = 1e5
 _MOST_FAILURES = 1e6
 
@@ -318,11 +313,6 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
         *groups, name = key.split(".")
         value = config[groups[0]][name] if groups else config[name]
         require(value, hint, key)
-    if config["nodes"] * config["hours"] > _MOST_NODE_HOURS:
-        raise ConfigurationError(
-            f"nodes={config['nodes']} for hours={config['hours']} are more than {_MOST_NODE_HOURS:g} hours of nodes, "
-            "which would take days to simulate: lower one of them"
-        )
     _check_extent(config)
     return config
 
@@ -366,7 +356,6 @@ def _check_recipe(overrides: Sequence[str]) -> None:
 
 
 def _simulate(config: Mapping[str, Any]) -> int:
-    picture = _picture_file(config)  # before anything is simulated
     names = [str(config["policy"]["name"]), *(str(name) for name in config["compare"] or [])]
     if config["mesh"]["search"]:
         raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
@@ -382,8 +371,6 @@ def _simulate(config: Mapping[str, Any]) -> int:
         print(world_changes(scenarios[names[0]], config["world_sizes"]))
     if len(reports) > 1:
         print(comparison(reports))
-    if picture is not None:
-        picture.write_text(_picture(reports))
     return 0
 
 
@@ -404,26 +391,6 @@ def comparison(reports: Mapping[str, Report]) -> str:
     ]
     headers = ("policy", "samples/s", "ratio", *(f"{account} %" for account in accounts), "PLT", "recoveries")
     return table(headers, rows)
-
-
-def _picture_file(config: Mapping[str, Any]) -> Path | None:
-    """The file to draw into; None: none is asked for."""
-    if not config["picture"]:
-        return None
-    plots.require()
-    try:
-        return output_file(config["picture"])
-    except argparse.ArgumentTypeError as error:
-        raise ConfigurationError(f"picture={error}") from None
-
-
-def _picture(reports: Mapping[str, Report]) -> str:
-    """SVG of the throughput over time."""
-    lines = {
-        name: [*((span.start_s / 3600, span.samples_per_s) for span in report.spans), (report.duration_s / 3600, 0.0)]
-        for name, report in reports.items()
-    }
-    return plots.svg(plots.line_chart(lines, "throughput", "hours", "samples/s", steps=True))
 
 
 def _recommend(config: Mapping[str, Any]) -> int:

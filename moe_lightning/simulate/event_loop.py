@@ -56,6 +56,7 @@ class History:
         )
 
 
+_REFRESH_STEPS = 50  # between two computations of a step's time, while the routing drifts
 _BUFFERS = 3  # of snapshots: being taken, being written, kept for a recovery
 
 
@@ -216,7 +217,7 @@ class _Run:
         self._step = _RunningStep(cost=cost, duration_ns=max(1, round((cost.step_s + self._memory_stall_s(cost)) * NS)))
         following = routing.next_change(step)
         never = 1 << 62
-        self._due["refresh"] = never if following is None else max(following, step + self.scenario.refresh_steps)
+        self._due["refresh"] = never if following is None else max(following, step + _REFRESH_STEPS)
 
     def _change_speed(self) -> None:
         """Rank 0 slows down or recovers; what is done of the running step stays done."""

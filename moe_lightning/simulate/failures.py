@@ -50,7 +50,6 @@ class Failures:
         repair_s: after which a failed node, or its replacement, comes back; None: never.
         min_nodes: drawn failures never leave fewer.
         path: of a trace: lines of milliseconds, add or remove, name of the node, ascending in time.
-        start_s: where in the trace the simulation begins; what was there then is there at once.
 
     Raises:
         ConfigurationError: a value that cannot be.
@@ -64,7 +63,6 @@ class Failures:
     repair_s: Annotated[float, Interval(gt=0, le=1e9)] | None = None
     min_nodes: NonNegativeInt = 0
     path: str | None = None
-    start_s: Annotated[float, Interval(ge=0, le=1e9)] = 0.0
 
     def __post_init__(self) -> None:
         if (self.kind == "trace") != (self.path is not None):
@@ -82,7 +80,7 @@ class Failures:
         end_ns = round(duration_s * NS)
         if self.kind == "trace":
             assert self.path is not None
-            changes = read_trace(Path(self.path), start_ms=round(self.start_s * 1000))
+            changes = read_trace(Path(self.path))
             return cap_nodes([event for event in changes if event.time_ns < end_ns], num_nodes)
         start = Event(time_ns=0, joined=tuple(range(num_nodes)))
         if self.kind == "none":

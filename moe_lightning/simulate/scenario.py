@@ -24,7 +24,6 @@ class Scenario:
         events: changes of the cluster, ascending; the first holds the nodes that are there at the start.
         num_nodes: of the cluster when nothing has failed.
         duration_s: of the simulation.
-        refresh_steps: how often the time of a step is computed anew while the routing drifts.
         mesh: how the model lies over the ranks; the routing gets a layer for each stage at least.
 
     Raises:
@@ -38,14 +37,11 @@ class Scenario:
     events: Sequence[Event]
     num_nodes: int
     duration_s: float
-    refresh_steps: int = 50
     mesh: MeshSpec = field(default_factory=MeshSpec)
 
     def __post_init__(self) -> None:
         if not self.duration_s > 0:
             raise ConfigurationError(f"duration_s={self.duration_s} must be above 0")
-        if self.refresh_steps < 1:
-            raise ConfigurationError(f"refresh_steps={self.refresh_steps} must be at least 1")
         object.__setattr__(self, "routing", self.routing.with_layers(self.mesh.pp))
         there = max((node for event in self.events for node in event.joined), default=-1) + 1
         if not there:

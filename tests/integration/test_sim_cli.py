@@ -25,12 +25,10 @@ UNTIED = ["model.tie_embeddings=false"]
 FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
 
 
-def test_prints_and_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "out.svg"
-    assert main([*FAST, f"picture={path}", "compare=[ds,lazarus]"]) == 0
+def test_policies_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FAST, "compare=[ds,lazarus]"]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[-4:]] == ["policy", "ours", "ds", "lazarus"]
-    assert all(f">{name}</text>" in path.read_text() for name in ("ours", "ds", "lazarus"))
 
 
 def test_same_seed_same_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,12 +183,6 @@ def test_help_version_and_configuration(capsys: pytest.CaptureFixture[str]) -> N
 
 MISTAKES = [
     (["policy.slots=1"], "16 experts do not fit 8 ranks of 1 slots: add nodes or raise policy.slots"),
-    (
-        ["picture=no/where.svg"],
-        "picture='no/where.svg' cannot be written (No such file or directory): give a file in a folder",
-    ),
-    (["picture=."], "picture='.' cannot be written (Is a directory): give a file in a folder"),
-    (["picture=/proc/out"], "picture='/proc/out' cannot be written"),
     (["compare=[mine]"], "compare='mine' is unknown"),
     (["failures.node_mtbf_hours=1e-9"], "failures.node_mtbf_hours=1e-09 makes about 4e+09 failures, more than"),
     (["mesh.tp=3"], "a mesh of pp=1, cp=1, tp=3 needs a multiple of 3 ranks, not 8"),
