@@ -8,8 +8,9 @@ accounted for (`cluster.Accounts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -66,13 +67,19 @@ _SOURCES = {"live": "live replicas", "memory": "protected memory", "storage": "s
 def simulate(scenario: Scenario) -> Report:
     """Run a scenario to its end; the same scenario gives the same report."""
     run, end_ns = _Run(scenario), round(scenario.duration_s * NS)
-    for event in scenario.events:
-        if event.time_ns >= end_ns:
+    changes: list[tuple[int, Callable[[], None]]] = [(e.time_ns, partial(run.apply, e)) for e in scenario.events]
+    changes += [(at_ns, run.change_speed) for at_ns in _speed_changes_ns(scenario)]
+    for time_ns, change in sorted(changes, key=lambda entry: entry[0]):
+        if time_ns >= end_ns:
             break
-        run.advance(event.time_ns)
-        run.apply(event)
+        run.advance(time_ns)
+        change()
     run.advance(end_ns)
     return run.report()
+
+
+def _speed_changes_ns(scenario: Scenario) -> list[int]:
+    return [round(min(at_s, 1e9) * NS) for at_s in scenario.hardware.changes_s]
 
 
 @dataclass(kw_only=True)
@@ -147,21 +154,14 @@ class _Run:
         """Let time pass; nodes neither leave nor come."""
         while self.now_ns < until_ns:
             if self.now_ns < self._ready_ns:
-                self._wait(self._next_stop_ns(min(until_ns, self._ready_ns)))
+                self._wait(min(until_ns, self._ready_ns))
             elif self.world is None:
                 self._pass(until_ns, 0)
             elif self._join_due_ns is not None and self._join_due_ns <= self.now_ns:
                 self._join_due_ns = None
                 self._take_in()
             else:
-                stop = until_ns if self._join_due_ns is None else min(until_ns, self._join_due_ns)
-                self._train(self._next_stop_ns(stop))
-            if self.now_ns in self._changes_ns and self.world is not None:
-                self._change_speed()
-
-    def _next_stop_ns(self, until_ns: int) -> int:
-        """Return the time given, or that of a change of speed before it."""
-        return min([until_ns, *(at for at in self._changes_ns if at > self.now_ns)])
+                self._train(until_ns if self._join_due_ns is None else min(until_ns, self._join_due_ns))
 
     def _wait(self, until_ns: int) -> None:
         world = self._next or self.world
@@ -219,19 +219,17 @@ class _Run:
         never = 1 << 62
         self._due["refresh"] = never if following is None else max(following, step + _REFRESH_STEPS)
 
-    def _change_speed(self) -> None:
+    def change_speed(self) -> None:
         """Rank 0 slows down or recovers; what is done of the running step stays done."""
-        former = self._step
-        self._set_cost()
-        self._step.done_ns = former.done_ns * self._step.duration_ns // former.duration_ns
-
-    @property
-    def _changes_ns(self) -> list[int]:
-        return [round(min(at, 1e9) * NS) for at in self.scenario.hardware.changes_s]
+        if self.world is not None:
+            former = self._step
+            self._set_cost()
+            self._step.done_ns = former.done_ns * self._step.duration_ns // former.duration_ns
 
     @property
     def _is_slow(self) -> bool:
-        return sum(at <= self.now_ns for at in self._changes_ns) == 1
+        """True while rank 0 is."""
+        return sum(at_ns <= self.now_ns for at_ns in _speed_changes_ns(self.scenario)) == 1
 
     def _memory_stall_s(self, cost: StepCost) -> float:
         """Return the cost of protection in each step: a copy that outlasts the passes, a transfer that outlasts the
