@@ -135,21 +135,17 @@ def line_chart(
     heights = [_drawn(y) for _, y in points]
     low, high = min(0.0, *heights), max(0.0, *heights)
     axes.set_ylim(1.05 * low, 1.05 * high if high > low else 1.0)
-    drawn: list[Mapping[float, float]] = []
     for index, (name, line) in enumerate(lines.items()):
         xs, ys = [x for x, _ in line], [_drawn(y) for _, y in line]
-        hides = any(_is_hidden(below, dict(zip(xs, ys, strict=True)), 0.01 * (high - low)) for below in drawn)
         axes.plot(
             xs,
             ys,
             label=name,
             color=_COLORS[index % len(_COLORS)],
             linewidth=1.8,
-            linestyle=(0, (4, 2 + index)) if hides else "solid",  # the line below shows through the gaps
             marker="o" if len(line) == 1 else "",
             drawstyle="steps-post" if steps else "default",
         )
-        drawn.append(dict(zip(xs, ys, strict=True)))
     for x in marks:
         axes.axvline(x, color="gray", linewidth=1.0, linestyle="dotted", zorder=0)
     if all(float(x).is_integer() for x, _ in points):
@@ -353,11 +349,6 @@ def _whole() -> Locator:
 def _plain(text: str) -> str:
     """Text without what XML cannot hold."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _is_hidden(below: Mapping[float, float], line: Mapping[float, float], within: float) -> bool:
-    """True if most points of a line lie on one below it, or so near that the two cannot be told apart."""
-    return 2 * sum(x in below and abs(y - below[x]) <= within for x, y in line.items()) > len(line)
 
 
 def _drawn(value: float) -> float:

@@ -1,4 +1,4 @@
-"""`moe-bench NAME`: calibration, GPU check and pictures of a run; in a source checkout also the benchmarks."""
+"""`moe-bench NAME`: calibration, GPU check and the report of a run; in a source checkout also the benchmarks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _Threads = Annotated[int, Interval(ge=1, le=1024)]
 COMMANDS = {
     "calibrate": "this machine as moe-sim sees it, and its predictions compared with real training runs",
     "gpu-check": "whether everything that needs a GPU works on this machine: a table of pass and fail",
-    "plot": "pictures of a run: loads, imbalance, checkpoints, lost tokens, recoveries; or of a routing trace",
     "report": "a run as one HTML page: loss, loads, placements, recoveries, checkpoints, configuration",
 }
 """Summary of each command of the installed package by its name; `benchmarks.BENCHMARKS` has those of a checkout."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe_lightning.checkpoint.inspect import chat_template, end_of_text, trained_tokenizer
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.cli.plot import metrics_files, read_metrics
 from moe_lightning.cli.resume import config_of
+from moe_lightning.cli.run_metrics import metrics_files, read_metrics
 from moe_lightning.cli.saved_model import (
     SavedModel,
     open_saved,

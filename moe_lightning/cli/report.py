@@ -12,10 +12,11 @@ import html
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -23,20 +24,15 @@ from numpy.typing import NDArray
 
 from moe_lightning.arguments import OutputFile, option
 from moe_lightning.callbacks.routing_health import WINDOW, RoutingHealth
-from moe_lightning.cli.plot import (
-    Metrics,
-    balance_pictures,
-    checkpoint_pictures,
-    finite,
-    metrics_files,
-    read_all_metrics,
-    recovery_lanes,
-)
 from moe_lightning.cli.run_directory import checkpoints as checkpoints_in
+from moe_lightning.cli.run_metrics import Metrics, finite, metrics_files, read_all_metrics
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text, replace_text
 from moe_lightning.moe.forced_routing import read_loads
-from moe_lightning.plots import grid, heat_map, line_chart, phase_lines, svg
+from moe_lightning.plots import bar_chart, grid, heat_map, line_chart, phase_lines, svg
+
+if TYPE_CHECKING:
+    pass
 
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -57,10 +53,10 @@ def missing(text: str) -> str:
     return f'<p class="missing">{escaped(text)}</p>'
 
 
-def figure(picture: str, title: str, caption: str, more: str = "") -> str:
-    """An SVG picture, named for those who cannot see it, with what is said of it and what belongs to it."""
+def figure(picture: str, title: str, caption: str) -> str:
+    """An SVG picture, named for those who cannot see it, with what is said of it."""
     named = f'<svg role="img" aria-label="{escaped(title)}" {picture.strip().removeprefix("<svg ")}'
-    return f'<figure class="picture">{named}<figcaption>{escaped(caption)}</figcaption>{more}</figure>'
+    return f'<figure class="picture">{named}<figcaption>{escaped(caption)}</figcaption></figure>'
 
 
 def cards(numbers: Sequence[tuple[str, str]]) -> str:
@@ -75,11 +71,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str) -
     lines = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     body = f"<thead><tr>{heads}</tr></thead><tbody>{lines}</tbody>"
     return f'<figure><div class="wide"><table>{body}</table></div><figcaption>{escaped(caption)}</figcaption></figure>'
-
-
-def folded(summary: str, part: str) -> str:
-    """A part that is shown when its heading is opened."""
-    return f"<details><summary>{escaped(summary)}</summary>{part}</details>"
 
 
 def listing(text: str) -> str:
@@ -120,6 +111,14 @@ def page(title: str, subtitle: str, head: Sequence[str], sections: Mapping[tuple
 """
 
 
+_IMBALANCES = {
+    "busiest expert": ("moe", "expert_imbalance_ratio"),
+    "ranks, plain EP": ("balance", "imbalance_before_ratio"),
+    "ranks, as trained": ("moe", "rank_imbalance_ratio"),
+}
+_TIMES = {"training waits": "stall_ms", "copy to memory": "snapshot_ms", "write to storage": "persist_ms"}
+_SIZES = {"copied to memory by a rank": "snapshot_bytes", "written to storage by its node": "persist_bytes"}
+_MAX_RECOVERIES = 30
 _LOSS = re.compile(r"(.*[/_])?loss(_step|_epoch)?")
 _MAX_POINTS = 600
 _MAX_ROWS = 50
@@ -128,13 +127,6 @@ _MAX_LAYERS = 16
 _MAX_SAMPLES = 120
 _MIB = 2**20
 _TELEMETRY = "callbacks=default and logger=default record it (or give a Trainer the callback Telemetry and a CSVLogger)"
-_WORDS = {
-    "imbalance": "1 is even; the run waits for its busiest rank.",
-    "checkpoint_ms": "Training waits only for the first; copies and writes run beside it.",
-    "checkpoint_mb": "Experts that were not written again are carried over from the checkpoint before.",
-    "plt": "Tokens whose updates a restore lost, of all that experts were trained on.",
-    "k": "K_snapshot and K_persist: the others of a layer stay as they were saved last.",
-}
 
 
 def training(metrics: Metrics, logged: Metrics) -> list[str]:
@@ -184,11 +176,10 @@ def loads(directory: Path) -> list[str]:
         )
     ]
     num_layers, samples, _ = shares_LSE.shape
-    shown = min(num_layers, _MAX_LAYERS)
-    if shown < num_layers:
-        parts.append(paragraph(f"{shown} of {num_layers} MoE layers are shown, evenly spread over the model."))
+    if num_layers > _MAX_LAYERS:
+        parts.append(paragraph(f"{_MAX_LAYERS} of {num_layers} MoE layers are shown, evenly spread over the model."))
     groups = np.array_split(np.arange(samples), min(samples, _MAX_SAMPLES))
-    for layer in np.linspace(0, num_layers - 1, shown).round().astype(int).tolist():
+    for layer in _shown(num_layers):
         shares_SE = shares_LSE[layer]
         means_SE = np.stack([shares_SE[group].mean(axis=0) for group in groups])
         title = f"experts of MoE layer {layer}"
@@ -218,20 +209,21 @@ def _health(shares_LSE: NDArray[np.float64]) -> Iterator[str]:
     yield table(["MoE layer", "dead experts", "entropy", "drift"], rows, caption)
 
 
-def imbalance(directory: Path, metrics: Metrics) -> list[str]:
+def imbalance(metrics: Metrics) -> list[str]:
     """Busiest over mean, before and after balancing."""
-    parts = _pictures(balance_pictures(metrics))
+    parts = []
+    lines = {title: _over_layers(metrics, area, name) for title, (area, name) in _IMBALANCES.items()}
+    lines = {title: line for title, line in lines.items() if line}
+    if lines:
+        caption = "Average of the MoE layers; 1 is even: the run waits for its busiest rank."
+        parts.append(_chart(lines, "imbalance", "busiest / mean", caption))
     dropped = {n: v for n, v in metrics.items() if n.endswith("/dropped_fraction") and any(v.values())}
     if dropped:
         parts.append(_chart(dropped, "dropped assignments", "fraction", "Above the capacity limit of the layer."))
     if not parts:
-        parts = [missing(f"Nothing says how even the work was: {_TELEMETRY}.")]
+        parts.append(missing(f"Nothing says how even the work was: {_TELEMETRY}."))
     elif not any(name.endswith("/imbalance_before_ratio") for name in metrics):
-        file = directory / "placement.csv"
-        states = [state for states in read_placements(file).values() for state in states] if file.is_file() else []
-        has_replicas = any((replicas_EN.sum(axis=1) > 1).any() for _, replicas_EN in states)
-        now = "Replicas stayed as they were placed" if has_replicas else "Experts had no replicas"
-        parts.append(missing(f"{now}: callbacks=load_balancer places replicas by load, and compares with plain EP."))
+        parts.append(missing("callbacks=load_balancer places replicas by load, and compares with plain EP."))
     return parts
 
 
@@ -261,20 +253,19 @@ def placements(directory: Path, metrics: Metrics) -> list[str]:
 
 
 def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
-    """Pictures of the last placements: ranks and experts of each layer, or of large clusters the replicas alone."""
-    counts_LE = [replicas_EN.sum(axis=1) for _, replicas_EN in last.values()]
-    if len(last) > _MAX_LAYERS:
-        if len({len(counts_E) for counts_E in counts_LE}) == 1:
-            title = "replicas of the experts, all ranks together"
-            picture = grid(np.stack(counts_LE).astype(float), title, "layer", "expert", "replicas")
-            yield figure(svg(picture), title, "The table placement.csv names the ranks.")
-        return
-    for layer, (step, replicas_EN) in last.items():
+    """Pictures of the last placements: ranks and experts of each layer that is shown."""
+    for place in _shown(len(last)):
+        layer, (step, replicas_EN) = list(last.items())[place]
         title = f"replicas of the experts of MoE layer {layer}, from step {step} on"
         most = int(replicas_EN.sum(axis=1).max())
         caption = f"{replicas_EN.shape[0]} experts on {replicas_EN.shape[1]} ranks, at most {most} replicas of one."
         picture = grid(replicas_EN.T.astype(float), title, "rank", "expert", "replicas")
         yield figure(svg(picture), title, caption)
+
+
+def _shown(num_layers: int) -> list[int]:
+    """Return the layers with a picture of their own, evenly spread over the model."""
+    return np.linspace(0, num_layers - 1, min(num_layers, _MAX_LAYERS)).round().astype(int).tolist()
 
 
 def _recovery_table(directory: Path) -> tuple[list[str], list[list[str]]]:
@@ -299,7 +290,7 @@ def recoveries(directory: Path, metrics: Metrics) -> list[str]:
     """Failures: causes, durations, costs."""
     parts = []
     head, rows = _recovery_table(directory)
-    lanes = recovery_lanes(metrics)
+    lanes = _recovery_lanes(metrics)
     if lanes:
         title = "changes of ranks: from the loss or join until training goes on"
         parts.append(figure(svg(phase_lines(lanes, title)), title, "Seconds of each phase; one lane for each."))
@@ -312,14 +303,13 @@ def recoveries(directory: Path, metrics: Metrics) -> list[str]:
 
 def checkpoints(directory: Path, metrics: Metrics) -> list[str]:
     """Checkpoints: costs, files, age of their experts."""
-    parts = _pictures(checkpoint_pictures(metrics))
+    parts = _checkpoint_costs(metrics)
     if not parts:
         parts.append(missing("No costs of checkpoints were logged: callbacks=partial_experts measures every one."))
     from moe_lightning.checkpoint.loader import Checkpoint  # imports torch
 
     folder = directory / "checkpoints"
     rows: list[list[object]] = []
-    ages: list[str] = []
     for found in checkpoints_in(folder)[:_MAX_ROWS]:
         try:
             if not found.path.is_dir():
@@ -333,18 +323,35 @@ def checkpoints(directory: Path, metrics: Metrics) -> list[str]:
         name, manifest = checkpoint.path.name, checkpoint.manifest
         oldest = f"the oldest was saved {age_LE.max(initial=0)} steps before"
         rows.append([name, checkpoint.step, _mib(manifest.payload_bytes), _mib(manifest.new_bytes), oldest])
-        if age_LE.size and not ages:
-            title = f"age of the experts in {name}"
-            caption = "Steps since an expert was saved; 0 is as new as the checkpoint."
-            picture = grid(age_LE.astype(float), title, "layer", "expert", "steps")
-            ages.append(figure(svg(picture), title, caption))
     if rows:
         head = ["checkpoint", "step", "state (MiB)", "of it new (MiB)", "experts"]
-        parts += [*ages, table(head, rows, f"The newest {len(rows)} in the run directory.")]
+        parts += [table(head, rows, f"The newest {len(rows)} in the run directory.")]
     else:
         parts.append(
             missing("No checkpoints lie in the run directory: callbacks=default or partial_experts writes them.")
         )
+    return parts
+
+
+def _checkpoint_costs(metrics: Metrics) -> list[str]:
+    """Bars of times and sizes; lines of lost tokens and of K."""
+    parts = []
+    times, sizes = _bars(metrics, _TIMES, 1.0), _bars(metrics, _SIZES, 1e6)
+    if times:
+        caption = "Training waits only for the first; copies and writes run beside it."
+        parts.append(figure(svg(bar_chart(times, "what a checkpoint costs", "ms")), "costs of checkpoints", caption))
+    if sizes:
+        caption = "Experts that were not written again are carried over from the checkpoint before."
+        parts.append(figure(svg(bar_chart(sizes, "parts of a checkpoint", "MB")), "sizes of checkpoints", caption))
+    if "checkpoint/plt" in metrics:
+        percents = {"lost": {step: 100 * value for step, value in metrics["checkpoint/plt"].items()}}
+        caption = "Tokens whose updates a restore lost, of all that experts were trained on (PLT)."
+        parts.append(_chart(percents, "proportion of lost tokens", "percent", caption))
+    saved = {"copied (K_snapshot)": "checkpoint/k_snapshot", "written (K_persist)": "checkpoint/k_persist"}
+    kept = {title: metrics[name] for title, name in saved.items() if name in metrics}
+    if kept:
+        caption = "The others of a layer stay as they were saved last."
+        parts.append(_chart(kept, "experts of a layer that a checkpoint saves", "experts", caption))
     return parts
 
 
@@ -391,27 +398,46 @@ def _named(metrics: Metrics, *names: str) -> dict[str, Mapping[int, float]]:
 def _chart(
     lines: Mapping[str, Mapping[int, float]], title: str, unit: str, caption: str, faults: Sequence[int] = ()
 ) -> str:
-    """Lines over steps, and their numbers below for those who read tables; dotted where ranks were lost."""
-    points = {name: _thinned(list(values.items()), _MAX_POINTS) for name, values in lines.items()}
-    rows = [
-        [name, f"{step:,.0f}", f"{value:.6g}"]
-        for name, line in points.items()
-        for step, value in _thinned(line, max(1, _MAX_ROWS // len(points)))
-    ]
-    numbers = folded(f"Numbers of: {title}", table(["metric", "step", unit], rows, "Averages of neighbors."))
+    """Lines over steps; dotted where ranks were lost."""
+    points = {name: _thinned(list(values.items())) for name, values in lines.items()}
     picture = svg(line_chart(points, title, "step", unit, marks=faults))
     caption += " Dotted: ranks were lost and the others went on." if faults else ""
-    return figure(picture, f"{title} over steps, {unit}", caption, numbers)
+    return figure(picture, f"{title} over steps, {unit}", caption)
 
 
-def _thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most so many points: each the mean of its neighbours, at the last one's place."""
-    groups = np.array_split(np.array(points, dtype=np.float64), min(len(points), most))
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most _MAX_POINTS of them: each the mean of its neighbours, at the last one's place."""
+    groups = np.array_split(np.array(points, dtype=np.float64), min(len(points), _MAX_POINTS))
     return [(float(group[-1, 0]), float((group[:, 1] / len(group)).sum())) for group in groups]  # a sum may overflow
 
 
-def _pictures(found: Any) -> list[str]:
-    return [figure(svg(picture), name.replace("_", " "), _WORDS.get(name, "")) for name, picture in found]
+def _over_layers(metrics: Metrics, area: str, name: str) -> dict[int, float]:
+    """Mean over the layers of a metric AREA/layerNN/NAME, at the steps that all of them have."""
+    layers = [values for key, values in metrics.items() if key.startswith(f"{area}/layer") and key.endswith(f"/{name}")]
+    steps = set.intersection(*(set(values) for values in layers)) if layers else set()
+    return {step: statistics.fmean(values[step] for values in layers) for step in sorted(steps)}
+
+
+def _bars(metrics: Metrics, names: Mapping[str, str], unit: float) -> dict[str, dict[str, float]]:
+    bars = {}
+    for title, name in names.items():
+        values = [value / unit for value in metrics.get(f"checkpoint/{name}", {}).values()]
+        if values:
+            bars[title] = {"median": statistics.median(values), "largest": max(values)}
+    return bars
+
+
+def _recovery_lanes(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """Seconds of the phases of the last recoveries, each named by its step and the ranks that went on."""
+    from moe_lightning.strategies.recovery import PHASES  # imports torch
+
+    lanes = {}
+    for step, total_ms in list(metrics.get("recovery/total_ms", {}).items())[-_MAX_RECOVERIES:]:
+        phases = {phase: metrics.get(f"recovery/{phase}_ms", {}).get(step, 0.0) / 1e3 for phase in PHASES}
+        phases["other"] = max(0.0, total_ms / 1e3 - sum(phases.values()))
+        ranks = metrics.get("recovery/ranks", {}).get(step)
+        lanes[f"step {step}" + (f", {ranks:.0f} ranks" if ranks else "")] = phases
+    return lanes
 
 
 def _mib(nbytes: int) -> str:
@@ -474,7 +500,7 @@ def render(directory: Path) -> str:
     sections = {
         ("training", "Loss and speed"): training(metrics, logged),
         ("loads", "Expert loads"): loads(directory),
-        ("imbalance", "Imbalance"): imbalance(directory, metrics),
+        ("imbalance", "Imbalance"): imbalance(metrics),
         ("placements", "Placements and replicas"): placements(directory, metrics),
         ("recoveries", "Recoveries"): recoveries(directory, metrics),
         ("checkpoints", "Checkpoints"): checkpoints(directory, metrics),

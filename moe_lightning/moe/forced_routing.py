@@ -78,16 +78,11 @@ def _check_unpacked(path: Path) -> None:
 
 
 def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
-    """Steps [samples] and shares [layers, samples, experts] of a trace or of the CSV that Telemetry writes.
+    """Steps [samples] and shares [layers, samples, experts] of the CSV that Telemetry writes.
 
     Raises:
         ConfigurationError: no such file, or a file that holds something else.
     """
-    if path.suffix == ".npz":
-        counts, iterations = read_routing_trace(path)
-        loads_LSE = counts.sum(axis=2).transpose(1, 0, 2)
-        shares: NDArray[np.float64] = loads_LSE / np.maximum(loads_LSE.sum(axis=2, keepdims=True), 1)
-        return iterations.tolist(), shares
     if not path.is_file():
         raise ConfigurationError(f"{path} is not a file: give a routing trace (.npz) or an expert_load.csv")
     by_layer: dict[int, dict[int, list[float]]] = {}
@@ -102,7 +97,7 @@ def read_loads(path: Path) -> tuple[list[int], NDArray[np.float64]]:
         # A step that is being written, or was when the run was killed, is not whole.
         num_experts = len(next(iter(layers[0].values()))) if layers else 0
         steps = [step for step in by_layer.get(0, ()) if all(len(rows.get(step, ())) == num_experts for rows in layers)]
-        shares = np.array([[rows[step] for step in steps] for rows in layers], dtype=np.float64)
+        shares: NDArray[np.float64] = np.array([[rows[step] for step in steps] for rows in layers], dtype=np.float64)
         if shares.ndim != 3 or not ((shares >= 0) & (shares <= 1)).all():
             raise ValueError("no shares")
     except OSError as error:

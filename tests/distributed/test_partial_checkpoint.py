@@ -28,7 +28,7 @@ from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import checkpoints, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.session import CheckpointSession
-from moe_lightning.cli.plot import metrics_files, read_metrics
+from moe_lightning.cli.run_metrics import metrics_files, read_metrics
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.moe.layer import moe_layers
 from tests.agents import START_AGENT, agent_ahead

@@ -25,7 +25,6 @@ FAST: dict[str, list[str]] = {
     "packing": [*_TINY, "--conversations", "60", "--context", "64"],
     "planner": ["--sizes", "8x8", "--layers", "1"],
     "balance": [*_TINY, "--steps", "1", "--d-expert", "8", "--experts", "2", "--slots", "2", "--strategies", "plain"],
-    "plot": ["run"],
     "report": ["run"],
     "calibrate": ["--ranks", "1", "--steps", "8", "--no-check"],
     "recovery": ["--parts", "trace", "--quick"],
@@ -69,7 +68,7 @@ def measuring(folder: Path) -> Iterator[Case]:
                     if not (sensible and name in SLOW):
                         yield _case(name, fast, option, text, option, sensible=sensible)
     for path in common(folder, "", b"x"):
-        yield _case("plot", ["run"], "run", str(path), path.name[:50])
+        yield _case("report", ["run"], "run", str(path), path.name[:50])
     for arguments in (
         [],
         [""],

@@ -87,7 +87,6 @@ def test_what_answers_at_once_imports_no_torch(tmp_path: Path) -> None:
         "moe-ckpt export --help",
         "moe-data tokenize --help",
         "moe-bench report --help",
-        "moe-bench plot --help",
     ]
     done = run_program("-c", _WITHOUT_TORCH, *commands, folder=tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from moe_lightning.balancing.cost_model import BlockCosts, Timeline, predict_timeline
 from moe_lightning.balancing.shadow_search import predict_plan, top_shadows
-from moe_lightning.cli import plot
-from moe_lightning.cli.bench import main
+from moe_lightning.cli.run_metrics import metrics_files, read_metrics
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_loads
@@ -85,13 +84,6 @@ def test_nothing_to_draw_is_refused() -> None:
         time_line(Timeline(spans=(), total_s=0.0, transfer_s=0.0, exposed_s=0.0), "x")
 
 
-def test_a_line_that_hides_another_has_gaps() -> None:
-    below = [(1.0, 8.0), (50.0, 8.0), (99.0, 8.0)]
-    near, far = [(x, y - 0.02) for x, y in below], [(x, y - 0.5) for x, y in below]
-    figure = line_chart({"below": below, "same": below, "near": near, "far": far}, "t", "x", "y")
-    assert [line.is_dashed() for line in figure.axes[0].lines] == [False, True, True, False]
-
-
 def test_few_bars_carry_their_values() -> None:
     assert {"0.0162", "3,590"} <= words(bar_chart({"one": {"a": 0.0162, "b": 3590.0}}, "t", "ms"))
     assert "1.23" not in words(bar_chart({str(i): {"a": 1.234} for i in range(40)}, "t", "ms"))
@@ -133,11 +125,7 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytes
 
 
 # ----------------------------------------------------------------------
-# Moe-bench plot: what a run logged is what its pictures show.
-
-
-ALL = {"checkpoint_mb", "checkpoint_ms", "expert_load_layer00", "expert_load_layer01", "imbalance", "k", "plt",
-       "recovery"}  # fmt: skip
+# What a run logged, read back.
 
 
 def write_metrics(directory: Path, version: int, rows: list[dict[str, float]]) -> None:
@@ -157,44 +145,17 @@ def recovery(step: int, total_ms: float) -> dict[str, float]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A made-up run of two starts: the second repeats step 20."""
-    layers = {"moe/layer00/rank_imbalance_ratio": 1.0, "moe/layer01/rank_imbalance_ratio": 2.0}
-    saved = {"checkpoint/plt": 0.01, "checkpoint/k_snapshot": 4, "checkpoint/k_persist": 1}
-    written = {"checkpoint/snapshot_bytes": 5e6, "checkpoint/persist_bytes": 2e6, "checkpoint/snapshot_ms": 7}
+    layer = {"moe/layer00/rank_imbalance_ratio": 1.0}
     write_metrics(
-        tmp_path,
-        2,
-        [{"step": 10, **layers}, {"step": 20, **layers, **saved, **written}, {"step": 20, "checkpoint/stall_ms": 0.25}],
+        tmp_path, 2, [{"step": 10, **layer}, {"step": 20, **layer}, {"step": 20, "checkpoint/stall_ms": 0.25}]
     )
-    repeated = {"step": 20, **layers, "moe/layer00/rank_imbalance_ratio": 4.0, "checkpoint/stall_ms": 0.75}
-    write_metrics(tmp_path, 10, [repeated, recovery(25, 400.0), recovery(31, 361.0), {"step": 30, "val/loss": 2.0}])
-    (tmp_path / "expert_load.csv").write_text(
-        "step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n"
-    )
+    repeated = {"step": 20, "moe/layer00/rank_imbalance_ratio": 4.0, "checkpoint/stall_ms": 0.75}
+    write_metrics(tmp_path, 10, [repeated, {"step": 30, "val/loss": 2.0}])
     return tmp_path
 
 
-def test_every_picture_is_drawn_and_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", str(run)]) == 0
-    files = {path.stem: path.read_text() for path in (run / "pictures").iterdir()}
-    assert set(files) == ALL
-    assert all(ElementTree.fromstring(text).tag == f"{SVG}svg" for text in files.values())
-    assert "copied to memory by a rank" in files["checkpoint_mb"]
-    assert {Path(line).stem for line in capsys.readouterr().out.splitlines()} == ALL
-
-
-def test_pictures_follow_a_link_only_where_it_is_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    elsewhere = run / "elsewhere"
-    elsewhere.mkdir()
-    (run / "pictures").symlink_to(elsewhere)
-    assert main(["plot", str(run)]) == 2
-    assert "pictures is a link" in capsys.readouterr().err
-    assert not [*elsewhere.iterdir()]
-    assert main(["plot", str(run), "--out", str(run / "pictures")]) == 0
-    assert {path.stem for path in elsewhere.iterdir()} == ALL
-
-
 def test_the_later_start_counts_where_steps_were_repeated(run: Path) -> None:
-    metrics = plot.read_metrics([run / "csv" / f"version_{version}" / "metrics.csv" for version in (2, 10)])
+    metrics = read_metrics(metrics_files(run))  # version 10 comes after version 2
     assert metrics["moe/layer00/rank_imbalance_ratio"] == {11: 1.0, 21: 4.0}
     assert metrics["checkpoint/stall_ms"] == {20: 0.75}
     assert metrics["val/loss"] == {31: 2.0}
@@ -205,38 +166,15 @@ def test_all_pictures_count_the_steps_that_were_made(tmp_path: Path) -> None:
     """Lightning writes the metrics of the tenth step into row 9; checkpoints and loads of experts say 10."""
     row = {"moe/layer00/rank_imbalance_ratio": 1.0, "moe/layer00/expert_imbalance_ratio": 2.0}
     write_metrics(tmp_path, 0, [{"step": 9, **row}, {"step": 10, "checkpoint/plt": 0.5}])
-    metrics = plot.read_metrics([tmp_path / "csv" / "version_0" / "metrics.csv"])
+    metrics = read_metrics(metrics_files(tmp_path))
     assert set(metrics["moe/layer00/rank_imbalance_ratio"]) == set(metrics["checkpoint/plt"]) == {10}
 
 
-def test_the_starts_are_taken_in_the_order_of_their_numbers(run: Path) -> None:
-    (bars,) = dict(plot.draw(run))["checkpoint_ms"].axes
-    assert bars.patches[0].get_height() == 0.75, "version 10 comes after version 2"
-
-
-def test_bars_of_a_recovery_are_its_phases(run: Path) -> None:
-    picture = dict(plot.draw(run))["recovery"]
-    bars = [bar for bar in picture.axes[0].patches if bar.get_width() > 0]
-    first = [bar.get_width() for bar in bars if bar.get_y() < 0]
-    assert first == pytest.approx([0.02, 0.2, 0.01, 0.001, 0.04, 0.09, 0.039]), "the last: what no phase accounts for"
-    assert len(bars) == 7 + 6
-    assert {"step 25, 3 ranks", "step 31, 3 ranks", "400 ms", "361 ms", "other"} <= set(map(str.strip, words(picture)))
-
-
-def test_only_what_was_logged_is_drawn(tmp_path: Path) -> None:
-    write_metrics(tmp_path, 0, [{"step": 5, "checkpoint/plt": 0.0}, {"step": 9, "checkpoint/plt": float("nan")}])
-    assert [name for name, _ in plot.draw(tmp_path)] == ["plt"]
-
-
-def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plot", str(tmp_path)]) == 2
-    assert "give a run directory" in capsys.readouterr().err
+def test_a_table_that_is_none_is_named(tmp_path: Path) -> None:
     write_metrics(tmp_path, 0, [{"step": 5, "val/loss": 2.0}])
-    assert main(["plot", str(tmp_path)]) == 2
-    assert "logged nothing to draw" in capsys.readouterr().err
     (tmp_path / "csv" / "version_0" / "metrics.csv").write_text("step,val/loss\n1,much\n")
     with pytest.raises(ConfigurationError, match=r"metrics\.csv is not a table of metrics"):
-        list(plot.draw(tmp_path))
+        read_metrics(metrics_files(tmp_path))
 
 
 # ----------------------------------------------------------------------
@@ -266,21 +204,12 @@ def test_a_time_line_has_a_bar_for_every_span_in_its_place() -> None:
     assert "step 3" in svg(picture)
 
 
-def test_pictures_of_a_run_and_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loads_of_a_run_are_read(tmp_path: Path) -> None:
     table = tmp_path / "expert_load.csv"
     table.write_text("step,layer,expert_0,expert_1\n10,0,0.5,0.5\n10,1,0.9,0.1\n20,0,0.4,0.6\n20,1,1.0,0.0\n")
     steps, shares = read_loads(table)
     assert steps == [10, 20]
     assert shares.tolist() == [[[0.5, 0.5], [0.4, 0.6]], [[0.9, 0.1], [1.0, 0.0]]]
-    trace = tmp_path / "trace.npz"
-    np.savez(trace, counts=np.array([[[[1, 3], [2, 2]]]]), iteration=np.array([1]))
-    steps, shares = read_loads(trace)
-    assert (steps, shares.tolist()) == ([1], [[[0.375, 0.625]]])
-    assert plot.run(plot.Options(run=table, out=tmp_path / "out")) == 0
-    assert "experts of MoE layer 1" in (tmp_path / "out" / "expert_load_layer01.svg").read_text()
-    assert capsys.readouterr().out.count(".svg") == 2
-    assert plot.run(plot.Options(run=trace)) == 0
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["expert_load_layer00.svg"]
 
 
 @pytest.mark.parametrize("begun", ["2,0,0.5,0.5\n", "2,0,0.5,0.5\n2,1,0.", "2,0,0.5,0.5\n2,1"])
