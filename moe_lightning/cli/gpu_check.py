@@ -10,12 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import table
@@ -23,7 +23,7 @@ from moe_lightning.text_table import table
 NAMES = ("routing", "rows", "matmul", "grouped", "experts", "buffers", "pinned_copy", "training", "communicators")
 _PROBE_S = 20.0
 _BUDGET_S = 95.0
-_KILLED_S = 2.0
+_POLL_S = 0.05
 _PROBE = """
 import torch, importlib.util
 n = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -78,56 +78,40 @@ def outcomes_of(commands: Mapping[str, Sequence[str]], budget_s: float = _BUDGET
     """Run all commands at once, each in a process of its own; one that ends well prints its note last.
 
     Args:
-        budget_s: seconds after which a command is ended.
+        budget_s: seconds after which what still runs is ended, with all that it has started.
     """
-    running: set[subprocess.Popen[str]] = set()
-    with ThreadPoolExecutor(len(commands)) as pool:
+    began, outcomes = time.perf_counter(), dict[str, Outcome]()
+    with tempfile.TemporaryDirectory(prefix="moe-gpu-check-") as folder:
+        running = dict[str, subprocess.Popen[bytes]]()
         try:
-            outcome = partial(_outcome, budget_s=budget_s, running=running)
-            return list(pool.map(outcome, commands, commands.values()))
-        except BaseException:  # a Ctrl-C does not reach processes of other sessions
-            for process in tuple(running):
-                _end(process)
-            raise
-
-
-def _outcome(name: str, command: Sequence[str], budget_s: float, running: set[subprocess.Popen[str]]) -> Outcome:
-    began = time.perf_counter()
-    try:
-        verdict, note = _ended(command, budget_s, running)
-    except OSError as error:  # no process could be made
-        verdict, note = "FAIL", str(error)
-    return Outcome(name=name, verdict=verdict, seconds=time.perf_counter() - began, note=note[:160])
-
-
-def _ended(command: Sequence[str], budget_s: float, running: set[subprocess.Popen[str]]) -> tuple[str, str]:
-    """Verdict and note of a process, which is ended with all that it has started where it takes too long."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
-    ) as process:
-        running.add(process)
-        try:
-            output, complaint = process.communicate(timeout=budget_s)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return "FAIL", f"timed out after {budget_s:.0f} s"
+            for name, command in commands.items():
+                running[name] = _start(command, Path(folder, name))
+            while running and time.perf_counter() - began < budget_s:
+                for name in [name for name, process in running.items() if process.poll() is not None]:
+                    code = running.pop(name).returncode
+                    outcomes[name] = _outcome(name, code, Path(folder, name), time.perf_counter() - began)
+                time.sleep(_POLL_S)
         finally:
-            running.discard(process)
-    note = _last_line(complaint if process.returncode else output)
-    if process.returncode < 0:
-        note = f"ended by signal {-process.returncode}: {note}"
-    return "FAIL" if process.returncode else "pass", note
+            for process in running.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    for name in running:
+        note = f"timed out after {budget_s:.0f} s"
+        outcomes[name] = Outcome(name=name, verdict="FAIL", seconds=time.perf_counter() - began, note=note)
+    return [outcomes[name] for name in commands]
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """With all that it has started; one that a driver holds all the same counts as killed."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    try:
-        process.wait(_KILLED_S)
-    except subprocess.TimeoutExpired:
-        process.returncode = -signal.SIGKILL
+def _start(command: Sequence[str], path: Path) -> subprocess.Popen[bytes]:
+    """Start a command that writes into files NAME.out and NAME.err, so that nothing has to read it."""
+    with path.with_suffix(".out").open("wb") as out, path.with_suffix(".err").open("wb") as err:
+        return subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+
+
+def _outcome(name: str, code: int, path: Path, seconds: float) -> Outcome:
+    note = _last_line(path.with_suffix(".err" if code else ".out").read_text(errors="replace"))
+    if code < 0:
+        note = f"ended by signal {-code}: {note}"
+    return Outcome(name=name, verdict="FAIL" if code else "pass", seconds=seconds, note=note[:160])
 
 
 def _last_line(text: str) -> str:
@@ -136,8 +120,9 @@ def _last_line(text: str) -> str:
 
 def _devices() -> tuple[int, str]:
     """GPUs of this machine and a line on them; asked in another process, since a broken driver may end it."""
-    verdict, note = _ended((sys.executable, "-c", _PROBE), _PROBE_S, set())
-    if verdict == "FAIL":
-        return 0, f"asking for GPUs: {note}"
-    number, where = note.split("|", 1)
+    probe = (sys.executable, "-c", _PROBE)
+    (found,) = outcomes_of({"probe": probe}, _PROBE_S)
+    if found.verdict == "FAIL":
+        return 0, f"asking for GPUs: {found.note}"
+    number, where = found.note.split("|", 1)
     return int(number), where

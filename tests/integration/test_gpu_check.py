@@ -100,7 +100,6 @@ def test_a_check_that_cannot_be_killed_does_not_hold_the_command(monkeypatch: py
     """A broken driver holds it in the kernel, as a process that nobody kills here."""
     held: list[int] = []
     kill = os.killpg
-    monkeypatch.setattr(gpu_check, "_KILLED_S", 0.1, raising=False)
     monkeypatch.setattr(os, "killpg", lambda group, number: held.append(group))
     try:
         (outcome,) = outcomes_of({"hangs": ("sleep", "30")}, budget_s=0.1)
