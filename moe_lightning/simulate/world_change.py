@@ -9,8 +9,7 @@ and `ncclCommShrink` for 32 to 1,024 ranks (NVIDIA-NeMo/RL #3186), whose logarit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,21 +38,8 @@ def communicator_s(ranks: int) -> float:
     return float(np.interp(math.log2(ranks), logs, seconds) + beyond)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorldGroups:
-    """Groups of a world.
-
-    Attributes:
-        own: ranks of each group that a rank is in.
-        named: groups that every rank names, its own and those of others.
-    """
-
-    own: tuple[int, ...]
-    named: int
-
-
-def world_groups(mesh: MeshSpec, ranks: int, ranks_per_node: int) -> WorldGroups:
-    """Return the groups that `parallel.context.World.connect` builds.
+def world_groups(mesh: MeshSpec, ranks: int, ranks_per_node: int) -> list[int]:
+    """Return the sizes of the groups of a rank that `parallel.context.World.connect` builds.
 
     Raises:
         ConfigurationError: the axes do not divide the ranks.
@@ -67,63 +53,40 @@ def world_groups(mesh: MeshSpec, ranks: int, ranks_per_node: int) -> WorldGroups
         alike = stage // mesh.tp
         shard = mesh.weight_shards(ranks, ranks_per_node)
         own += [size for size in (shard, alike // shard) if 1 < size < stage]
-    return WorldGroups(own=tuple(own), named=sum(ranks // size for size in own))
+    return own
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorldChange:
-    """One change of a world.
-
-    Attributes:
-        ranks: of the new world.
-        groups: of it.
-        requests: to the store of the world, of all ranks.
-        membership_s: of the rendezvous host, until all know the world.
-        store_s: of the host for the requests.
-        groups_s: of a rank, for naming the groups.
-        communicators_s: of a rank's communicators, one after another.
-        plans_s: of placements and sources of state.
-        transfer_s: of the experts of the lost node, to the ranks that take their places.
-    """
-
-    ranks: int
-    groups: WorldGroups
-    requests: int
-    membership_s: float
-    store_s: float
-    groups_s: float
-    communicators_s: float
-    plans_s: float
-    transfer_s: float
-
-    @property
-    def total_s(self) -> float:
-        """All of it, in turn."""
-        parts = (self.membership_s, self.store_s, self.groups_s, self.communicators_s, self.plans_s, self.transfer_s)
-        return sum(parts)
+def named_groups(own: Sequence[int], ranks: int) -> int:
+    """Return the number of groups that every rank names: its own and, of the same sizes, those of others."""
+    return sum(ranks // size for size in own)
 
 
-def world_change(scenario: Scenario, ranks: int) -> WorldChange:
-    """Return the cost of a change to a world of so many ranks, on the mesh and machines of a scenario.
+def store_requests(own: Sequence[int], ranks: int) -> int:
+    """Return the requests of all ranks to the store of a world: a barrier, then the address of each communicator."""
+    return ranks * (2 + len(own))
+
+
+def world_change_s(scenario: Scenario, ranks: int) -> dict[str, float]:
+    """Return the seconds of each part of a change to a world of so many ranks, on the mesh and machines of a scenario.
+
+    The parts follow one another: the host announces the world (membership) and serves its store, ranks name the
+    groups and make their communicators one after another, placements and sources of state are planned, and the experts
+    of the lost node are transferred.
 
     Raises:
         ConfigurationError: the axes do not divide the ranks.
     """
-    work, hardware, mesh = scenario.workload, scenario.hardware, scenario.mesh
-    groups = world_groups(mesh, ranks, hardware.ranks_per_node)
-    requests = ranks * (2 + len(groups.own))  # a barrier, then the address of each communicator
+    work = scenario.workload
+    own = world_groups(scenario.mesh, ranks, scenario.hardware.ranks_per_node)
     planned = work.num_layers * work.num_experts / (_PLANNED_LAYERS * _PLANNED_EXPERTS)
-    return WorldChange(
-        ranks=ranks,
-        groups=groups,
-        requests=requests,
-        membership_s=(_MEMBER_S + _DECISION_S) * ranks,
-        store_s=_REQUEST_S * requests,
-        groups_s=_GROUP_S * groups.named,
-        communicators_s=sum(map(communicator_s, groups.own)),
-        plans_s=planned * _REPAIR_S + work.num_layers / _PLANNED_LAYERS * _PLAN_S * ranks,
-        transfer_s=_transfer_s(scenario, ranks),
-    )
+    return {
+        "membership": (_MEMBER_S + _DECISION_S) * ranks,
+        "store": _REQUEST_S * store_requests(own, ranks),
+        "naming": _GROUP_S * named_groups(own, ranks),
+        "communicators": sum(map(communicator_s, own)),
+        "plans": planned * _REPAIR_S + work.num_layers / _PLANNED_LAYERS * _PLAN_S * ranks,
+        "transfer": _transfer_s(scenario, ranks),
+    }
 
 
 def _transfer_s(scenario: Scenario, ranks: int) -> float:
@@ -136,29 +99,14 @@ def _transfer_s(scenario: Scenario, ranks: int) -> float:
     return received * work.expert_state_bytes / hardware.link_bytes_per_s + hardware.latency_s
 
 
-def world_changes(scenario: Scenario, sizes: Iterable[int]) -> str:
+def world_changes(scenario: Scenario, sizes: Sequence[int]) -> str:
     """Return the costs of changes to worlds of these sizes as a table."""
-    headers = (
-        *("world of", "groups of a rank", "named", "store requests", "membership s", "store s", "naming s"),
-        *("communicators s", "plans s", "transfer s", "in all s"),
-    )
-    found = [world_change(scenario, ranks) for ranks in sizes]
-    return table(
-        headers,
-        [
-            (
-                f"{change.ranks:,}",
-                len(change.groups.own),
-                f"{change.groups.named:,}",
-                f"{change.requests:,}",
-                f"{change.membership_s:.2f}",
-                f"{change.store_s:.2f}",
-                f"{change.groups_s:.3f}",
-                f"{change.communicators_s:.1f}",
-                f"{change.plans_s:.2f}",
-                f"{change.transfer_s:.2f}",
-                f"{change.total_s:.1f}",
-            )
-            for change in found
-        ],
-    )
+    found = {ranks: world_change_s(scenario, ranks) for ranks in sizes}
+    rows = []
+    for ranks, parts_s in found.items():
+        own = world_groups(scenario.mesh, ranks, scenario.hardware.ranks_per_node)
+        counts = (ranks, len(own), named_groups(own, ranks), store_requests(own, ranks))
+        seconds = (*parts_s.values(), sum(parts_s.values()))
+        rows.append((*(f"{count:,}" for count in counts), *(f"{value:.2f}" for value in seconds)))
+    parts = [f"{part} s" for part in next(iter(found.values()))]
+    return table(("world of", "groups of a rank", "named", "store requests", *parts, "in all s"), rows)

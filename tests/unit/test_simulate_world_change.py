@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,13 @@ import pytest
 from moe_lightning.cli.sim import main
 from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.simulate.mesh import MeshSpec
-from moe_lightning.simulate.world_change import communicator_s, world_change, world_groups
+from moe_lightning.simulate.world_change import (
+    communicator_s,
+    named_groups,
+    store_requests,
+    world_change_s,
+    world_groups,
+)
 from tests.unit.simulated import scenario
 
 
@@ -33,8 +38,8 @@ def test_groups_are_those_of_the_mesh(axes: dict[str, int], dense: str, more: tu
         expected += [shape.stages] * 3
     found = world_groups(MeshSpec(**axes, dense=dense), 16, 4)  # type: ignore[arg-type]
     own = [len(next(group for group in groups if 5 in group)) for groups in expected]
-    assert sorted(found.own) == sorted([*own, *more])
-    assert found.named == sum(map(len, expected)) + sum(16 // size for size in more)
+    assert sorted(found) == sorted([*own, *more])
+    assert named_groups(found, 16) == sum(map(len, expected)) + sum(16 // size for size in more)
 
 
 def test_communicators_follow_what_was_published() -> None:
@@ -48,19 +53,19 @@ def test_communicators_follow_what_was_published() -> None:
 
 def test_parts_grow_with_ranks_layers_and_axes() -> None:
     plain = scenario()
-    sizes = [world_change(plain, ranks) for ranks in (512, 4096, 16384)]
-    for part in ("membership_s", "store_s", "communicators_s", "plans_s", "total_s"):
-        values = [getattr(change, part) for change in sizes]
+    sizes = [world_change_s(plain, ranks) for ranks in (512, 4096, 16384)]
+    for part in ("membership", "store", "communicators", "plans"):
+        values = [seconds[part] for seconds in sizes]
         assert values == sorted(set(values)), part
-    assert [change.requests for change in sizes] == [5 * change.ranks for change in sizes]
-    cut = world_change(replace(plain, mesh=MeshSpec(tp=8)), 4096)
-    assert cut.groups.named - sizes[1].groups.named == 512
-    assert cut.communicators_s == pytest.approx(sizes[1].communicators_s + communicator_s(8))
+    own, cut = (world_groups(mesh, 4096, 1) for mesh in (MeshSpec(), MeshSpec(tp=8)))
+    assert store_requests(own, 4096) == 5 * 4096
+    assert named_groups(cut, 4096) - named_groups(own, 4096) == 512
+    tensor_s = world_change_s(replace(plain, mesh=MeshSpec(tp=8)), 4096)["communicators"]
+    assert tensor_s == pytest.approx(sizes[1]["communicators"] + communicator_s(8))
     work = plain.workload
-    assert sizes[0].transfer_s >= work.expert_state_bytes / plain.hardware.link_bytes_per_s
+    assert sizes[0]["transfer"] >= work.expert_state_bytes / plain.hardware.link_bytes_per_s
     deep = replace(plain, workload=replace(work, num_layers=2 * work.num_layers))
-    assert world_change(deep, 512).plans_s == pytest.approx(2 * sizes[0].plans_s)
-    assert math.isclose(sum(vars(sizes[0])[name] for name in vars(sizes[0]) if name.endswith("_s")), sizes[0].total_s)
+    assert world_change_s(deep, 512)["plans"] == pytest.approx(2 * sizes[0]["plans"])
 
 
 def test_moe_sim_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
