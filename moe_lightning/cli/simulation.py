@@ -208,27 +208,18 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
         config: moe-sim's configuration.
         path: where the recipe will lie, for its launch command.
     """
-    report, mesh = advice.report, advice.scenario.mesh
+    report = advice.report
     # The model as it was simulated, whatever file or overrides it came from.
     body = {"model": dict(config["model"])} | recommended_settings(advice, config["failures"]["simultaneous"])
     if config["global_batch"]:
         body["data"] = {"global_batch_size": config["global_batch"]}
     head = (
         f"{HEAD}moe-sim for {config['nodes']} nodes: {report.goodput:.4g} samples/s, "
-        f"PLT {report.plt:.5f} predicted.\n#\n{_about(mesh)}"
+        f"PLT {report.plt:.5f} predicted.\n#\n"
         f"#   {launch_command(path)}\n"
         "defaults:\n  - override /callbacks: partial_experts\n\n"
     )
     return head + OmegaConf.to_yaml(OmegaConf.create(body))
-
-
-def _about(mesh: MeshSpec) -> str:
-    """A comment on what of the mesh a recipe of moe-train does not say."""
-    axes = f"pp={mesh.pp} cp={mesh.cp} tp={mesh.tp} dense={mesh.dense}"
-    schedule = (
-        f"micro_batches={mesh.micro_batches or 'null'} chunks={mesh.chunks} recompute={str(mesh.recompute).lower()}"
-    )
-    return "" if mesh.is_plain else f"# Simulated with {axes} {schedule}.\n#\n"
 
 
 def _mesh_of_recipe(mesh: MeshSpec) -> dict[str, Any]:
@@ -274,10 +265,6 @@ _MOST_FAILURES = 1e6
 def run(arguments: list[str]) -> int:
     """Run the command line without help and version; returns the exit code."""
     advise = arguments[:1] == ["recommend"]
-    if arguments and not advise and "=" not in arguments[0] and suggestion(arguments[0], ["recommend"]):
-        raise ConfigurationError(
-            f"{shown(arguments[0])} is not a command (did you mean 'recommend'?): moe-sim has only that"
-        )
     overrides = [with_quotes(word) for word in arguments[advise:] if word != "--cfg"]
     for word in overrides:
         if word.startswith("-"):

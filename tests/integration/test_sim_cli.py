@@ -155,7 +155,6 @@ def test_a_mesh_is_recommended(tmp_path: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "meshes fit" in printed
     assert "dense: hsdp" in path.read_text()
-    assert "# Simulated with pp=1 cp=" in path.read_text()
 
 
 def test_a_recipe_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
