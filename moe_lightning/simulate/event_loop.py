@@ -9,7 +9,7 @@ accounted for (`cluster.Accounts`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 
@@ -28,33 +28,29 @@ from moe_lightning.simulate.step_model import StepCost
 class History:
     """Stretches of time, recoveries, and what training waited for besides."""
 
+    spans: list[SteadyPhase] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     stall_ns: int = 0
     rebalance_ns: int = 0
-    _stretches: list[tuple[int, tuple[str, int, int, float]]] = field(default_factory=list)  # start and what it is like
-    _end_ns: int = 0
 
     def note(self, start_ns: int, end_ns: int, state: str, *, used: int, live: int, samples_per_s: float = 0.0) -> None:
-        """Add a stretch; one that is like the last prolongs it, stalls between them included."""
-        key = (state, used, live, samples_per_s)
-        if not self._stretches or key != self._stretches[-1][1]:
-            self._stretches.append((start_ns, key))
-        self._end_ns = end_ns
-
-    def spans(self) -> tuple[SteadyPhase, ...]:
-        """All stretches, each up to the next."""
-        ends = [*(start for start, _ in self._stretches), self._end_ns][1:]
-        return tuple(
-            SteadyPhase(
-                start_s=start / NS,
-                end_s=end / NS,
-                state=state,
-                used_nodes=used,
-                live_nodes=live,
-                samples_per_s=samples_per_s,
-            )
-            for (start, (state, used, live, samples_per_s)), end in zip(self._stretches, ends, strict=True)
+        """Add a stretch; one that is like the last prolongs it, and stalls before it belong to the last."""
+        phase = SteadyPhase(
+            start_s=start_ns / NS,
+            end_s=end_ns / NS,
+            state=state,
+            used_nodes=used,
+            live_nodes=live,
+            samples_per_s=samples_per_s,
         )
+        if self.spans:
+            last = self.spans.pop()
+            joined = replace(last, end_s=phase.end_s)
+            if joined == replace(phase, start_s=last.start_s):
+                phase = joined
+            else:
+                self.spans.append(replace(last, end_s=phase.start_s))
+        self.spans.append(phase)
 
 
 _REFRESH_STEPS = 50  # between two computations of a step's time, while the routing drifts
@@ -471,5 +467,5 @@ class _Run:
             ),
             window=window,
             recoveries=tuple(self.history.recoveries),
-            spans=self.history.spans(),
+            spans=tuple(self.history.spans),
         )

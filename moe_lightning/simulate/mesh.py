@@ -112,14 +112,11 @@ class MeshSpec:
         shape = self.shape(num_ranks)
         cut = self.tp * self.cp
         heads, positions = workload.num_heads, workload.context_length
-        if heads is not None and heads % cut:
-            raise ConfigurationError(
-                f"mesh.tp={self.tp} and cp={self.cp} cut {heads} heads into {cut} parts: use divisors of the heads"
-            )
-        if positions % cut:
-            raise ConfigurationError(
-                f"mesh.tp={self.tp} and cp={self.cp} cut {positions} positions into {cut} parts: use divisors of them"
-            )
+        for what, count in (("heads", heads or cut), ("positions", positions)):
+            if count % cut:
+                raise ConfigurationError(
+                    f"mesh.tp={self.tp} and cp={self.cp} cut {count} {what} into {cut} parts: use divisors of them"
+                )
         if self.pp * self.chunks > workload.num_blocks:
             raise ConfigurationError(
                 f"mesh.pp={self.pp} and chunks={self.chunks} need {self.pp * self.chunks} parts of "

@@ -251,7 +251,7 @@ def test_experts_lie_over_all_ranks_of_a_stage() -> None:
 
 REFUSED = [
     (MeshSpec(tp=3), {}, "a mesh of pp=1, cp=1, tp=3 needs a multiple of 3 ranks, not 16"),
-    (MeshSpec(tp=16), {}, "mesh.tp=16 and cp=1 cut 8 heads into 16 parts: use divisors of the heads"),
+    (MeshSpec(tp=16), {}, "mesh.tp=16 and cp=1 cut 8 heads into 16 parts: use divisors of them"),
     (MeshSpec(cp=2), {"context_length": 511}, "mesh.tp=1 and cp=2 cut 511 positions into 2 parts"),
     (MeshSpec(pp=16), {}, "mesh.pp=16 and chunks=1 need 16 parts of 8 layers: lower one of them"),
     (MeshSpec(pp=2), {"tied": True, "embedding_params": 10}, "set model.tie_embeddings=false"),
