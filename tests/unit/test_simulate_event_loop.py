@@ -516,8 +516,6 @@ def test_recommend_says_what_mixing_costs() -> None:
     mixture = mixture_of(run)
     mixed, even = (float(cost) for cost in re.findall(r"(\S+) %", mixture))
     assert -1 <= mixed < even
-    fastest = re.search(r"the 3 fastest nodes alone would train at (\S+) of this rate", mixture)
-    assert float(fastest[1]) < 1
     assert "speeds       mixing costs" in recommend(run).table()
     assert mixture_of(scenario()) is None
 
