@@ -35,7 +35,7 @@ from moe_lightning.cores import available_memory, usable_cores
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import cheapest_interval
 from moe_lightning.simulate.failures import Failures
-from moe_lightning.simulate.hardware import PRESETS, Hardware, load_hardware, preset
+from moe_lightning.simulate.hardware import PRESETS, Hardware, preset
 from moe_lightning.simulate.mesh_search import ROOM
 from moe_lightning.simulate.policy import policy
 from moe_lightning.simulate.recommend import Advice, recommend
@@ -129,17 +129,10 @@ def _configuration(settings: Sequence[str], config_dir: str | None) -> dict[str,
 
 
 def _cluster(text: str) -> Machine:
-    """The cluster of NODESxGPUSxNAME, or of a file of `moe-bench calibrate`."""
-    if text.endswith(".json"):
-        hardware = load_hardware(Path(text))
-        words = f"{hardware.ranks_per_node} ranks of {text}"
-        return Machine(hardware=hardware, num_nodes=1, words=words, source=text, on_cpu=True)
+    """The cluster of NODESxGPUSxNAME."""
     match = _CLUSTER.fullmatch(text)
     if match is None or not int(match[1] or 1) or not int(match[2]):
-        raise ConfigurationError(
-            f"--cluster {shown(text)} must be NODESxGPUSxNAME such as 4x8xH100, or the .json file of moe-bench "
-            "calibrate"
-        )
+        raise ConfigurationError(f"--cluster {shown(text)} must be NODESxGPUSxNAME such as 4x8xH100")
     name = match[3].lower()
     if name not in PRESETS:
         raise ConfigurationError(
@@ -315,15 +308,8 @@ def _mesh_rows(advice: Advice, run: PlannedRun, machine: Machine) -> Iterator[_R
     mesh, meshes = advice.scenario.mesh, advice.meshes
     assert meshes is not None
     axes = " ".join(f"{axis}={size}" for axis, size in (("pp", mesh.pp), ("cp", mesh.cp), ("tp", mesh.tp)) if size > 1)
-    names = ("pp", "cp", "tp", "dense")
-    others = [found for found in meshes.best if any(getattr(found.mesh, n) != getattr(mesh, n) for n in names)]
-    next_best = ""
-    if others:
-        other, slower = others[0].mesh, others[0].step.step_s / meshes.best[0].step.step_s - 1
-        differs = " ".join(f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != getattr(mesh, n))
-        next_best = f"; {differs}: step {slower:+.1%}"
     fit = f"simplest within 1 % of the shortest step, of {meshes.fitting} that fit; {meshes.refused} do not"
-    yield "mesh", f"dp={machine.num_ranks // mesh.unit} {axes}".strip(), fit + next_best
+    yield "mesh", f"dp={machine.num_ranks // mesh.unit} {axes}".strip(), fit
     sharing = {
         "ddp": "every rank holds all dense parameters: they fit",
         "zero1": "moments of dense parameters on one rank each",

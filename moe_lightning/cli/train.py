@@ -99,7 +99,7 @@ options
   --config-dir DIR              your recipes: DIR/recipes/NAME.yaml
   --info searchpath             where configurations are looked for (also: defaults, plugins)
   --advise [RECIPE]             mesh, slots, checkpoints, memory and speed for this machine, as a recipe of yours
-     --cluster 4x8xH100         for nodes x GPUs elsewhere, or a .json file of moe-bench calibrate
+     --cluster 4x8xH100         for nodes x GPUs elsewhere
      --out DIR/recipes/NAME.yaml  where to write it
   -sc install=bash              completion: eval "$(moe-train -sc install=bash)"
   --health [RUN_DIR]            check this machine, or show the nodes that have joined a run or were refused

@@ -136,8 +136,8 @@ def save_hardware(path: Path, machines: Mapping[int, Hardware], where: str) -> N
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
-    """The numbers that were measured with so many ranks on the node; None: with the most.
+def load_hardware(path: Path, ranks: int) -> Hardware:
+    """The numbers that were measured with so many ranks on the node.
 
     Raises:
         ConfigurationError: no such file, one that holds something else, or a number of ranks that was not measured.
@@ -149,10 +149,9 @@ def load_hardware(path: Path, ranks: int | None = None) -> Hardware:
         raise ConfigurationError(f"{path} cannot be read ({error.strerror}): run moe-bench calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not a calibration: run moe-bench calibrate") from error
-    chosen = max(machines, default=0) if ranks is None else ranks
-    if chosen not in machines:
+    if ranks not in machines:
         raise ConfigurationError(
-            f"{path} was measured with {sorted(machines)} ranks, not {chosen}: set hardware.ranks_per_node to one of "
-            f"them, or run moe-bench calibrate --ranks {chosen}"
+            f"{path} was measured with {sorted(machines)} ranks, not {ranks}: set hardware.ranks_per_node to one of "
+            f"them, or run moe-bench calibrate --ranks {ranks}"
         )
-    return build_config(Hardware, machines[chosen], key=str(path))
+    return build_config(Hardware, machines[ranks], key=str(path))

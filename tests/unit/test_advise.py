@@ -113,11 +113,11 @@ def test_a_batch_below_the_ranks_is_raised(capsys: pytest.CaptureFixture[str]) -
 
 
 MISTAKES = [
-    (["--cluster", "many"], "--cluster 'many' must be NODESxGPUSxNAME such as 4x8xH100, or the .json file"),
+    (["--cluster", "many"], "--cluster 'many' must be NODESxGPUSxNAME such as 4x8xH100"),
     (["--cluster", "4x8xH10"], "--cluster 4x8xH10: H10 is not known (did you mean 'h100'?): choose one of RTX3090"),
     (["--cluster", "0x8xH100"], "must be NODESxGPUSxNAME"),
     (["--cluster"], "argument --cluster: expected one argument"),
-    (["--cluster", "none.json"], "none.json cannot be read"),
+    (["--cluster", "machine.json"], "--cluster 'machine.json' must be NODESxGPUSxNAME"),
     (["--clustr", "4x8xH100"], "--clustr"),
     (["--out", "mine.yaml"], "--out mine.yaml must be recipes/NAME.yaml"),
     (["--config-dir", "no"], "--config-dir no is not a folder"),

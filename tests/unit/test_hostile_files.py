@@ -273,7 +273,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "trace.npz": read_routing_trace,
     "expert_load.csv": read_loads,
     "failures.csv": read_trace,
-    "hardware.json": load_hardware,
+    "hardware.json": lambda path: load_hardware(path, 1),
     "placement.json": lambda path: _read_table(path),
     "placement.npy": lambda path: _read_table(path),
     "config.json": lambda path: read_config(path.parent, ("gpt2",)),

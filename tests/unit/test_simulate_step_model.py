@@ -214,17 +214,17 @@ def test_file_of_a_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     machines = {1: PRESETS["rtx3090"], 4: preset("h100", overlap=0.0)}
     save_hardware(path, machines, "a test")
-    assert load_hardware(path) == machines[4]
+    assert load_hardware(path, 4) == machines[4]
     assert load_hardware(path, 1) == machines[1]
     assert json.loads(path.read_text())["machine"] == "a test"
     with pytest.raises(ConfigurationError, match=r"was measured with \[1, 4\] ranks, not 2"):
         load_hardware(path, 2)
     path.write_text("[]")
     with pytest.raises(ConfigurationError, match="is not a calibration"):
-        load_hardware(path)
+        load_hardware(path, 4)
     path.write_text(json.dumps({"ranks": {"1": {"flops": 1}}}))
     with pytest.raises(ConfigurationError, match=r"machine\.json has no 'flops'"):
-        load_hardware(path)
+        load_hardware(path, 1)
 
 
 @pytest.mark.parametrize("name", ["link_bytes_per_s", "flops_per_s", "host_copy_bytes_per_s", "storage_bytes_per_s"])
