@@ -8,6 +8,7 @@ Every number of a rank is that of the busiest stage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -259,20 +260,18 @@ class StageWork:
 
 
 class Axes(NamedTuple):
-    """Seconds that the axes of a mesh add to the passes of a step, by the functions of these names."""
+    """Seconds that the axes of a mesh add to a step: those of the passes, and the sums of gradients behind them."""
 
     tensor_s: float
     context_s: float
     hops_s: float
     gathers_s: float
-
-    @classmethod
-    def of(cls, work: StageWork) -> Axes:
-        return cls(tensor_s(work), context_s(work), hops_s(work), gathers_s(work))
+    sums_s: float
 
     @property
-    def total(self) -> float:
-        return sum(self)
+    def passes_s(self) -> float:
+        """All but the sums."""
+        return self.tensor_s + self.context_s + self.hops_s + self.gathers_s
 
 
 def tensor_s(work: StageWork) -> float:
@@ -309,52 +308,47 @@ def context_s(work: StageWork) -> float:
     return passes(work.mesh) * work.stage.blocks * seconds
 
 
-def hops_s(work: StageWork) -> float:
-    """Activations and their gradients between stages, as far as nothing hides them: those of one micro-batch through
-    the empty pipeline, there and back, and what outlasts the dense passes that gathers leave free."""
-    hop_s, gather_s = _hop_s(work), _gather_s(work)
-    forward_s, backward_s = _hiding(work)
-    backward_s -= gather_s + _scatter_s(work)
-    sent_s = work.mesh.chunks * hop_s
-    late_s = _beyond(sent_s, forward_s - _prefetched(gather_s, work.stage)) + _beyond(sent_s, backward_s)
-    return 2 * (work.mesh.pp - 1) * hop_s + work.micro_batches * late_s
+def axes_of(work: StageWork) -> Axes:
+    """Return what the axes add to a step that nothing hides.
 
-
-def gathers_s(work: StageWork) -> float:
-    """Return the waiting of fsdp and hsdp: every micro-batch gathers the weights of each layer before its forward and
-    before its backward pass and scatters sums of gradients behind that (Zhao et al. 2023, 3.2), under the dense passes;
-    the first gather
-    has nothing to hide under."""
-    gather_s = _gather_s(work)
-    forward_s, backward_s = _hiding(work)
-    ahead_s = _prefetched(gather_s, work.stage)
-    late_s = gather_s - ahead_s + _beyond(ahead_s, forward_s) + _beyond(gather_s + _scatter_s(work), backward_s)
-    return work.micro_batches * late_s
-
-
-def gradients_s(work: StageWork) -> float:
-    """Sums of dense gradients that nothing hides, under what is free of the last micro-batch's dense backward pass: of
-    all of them (ddp, zero1, which then sends the new weights out) or of a shard between copies (hsdp)."""
-    group = work.num_ranks // (work.mesh.pp * work.mesh.tp)
-    shards = work.weight_shards
-    params = work.stage.dense_params / work.mesh.tp / shards
+    Every micro-batch gathers the weights of each layer before its forward and before its backward pass under fsdp and
+    hsdp, and scatters sums of gradients behind that (Zhao et al. 2023, 3.2). Activations and their gradients hop from
+    stage to stage. Dense gradients are summed once: all of them (ddp, zero1, which then sends the new weights out) or
+    a shard between copies (hsdp). All of it hides under dense passes, in this order; the first gather has nothing to
+    hide under, nor has one micro-batch on its way through the empty pipeline and back.
+    """
+    mesh, stage = work.mesh, work.stage
     trained = footprint_of(work.workload).dense.gradient  # bytes of a gradient, and of a weight that is sent out
-    bytes_per_s = work.bytes_per_s(work.num_ranks // work.mesh.pp)
-    sum_s = ring_s(2, group // shards, params, trained, bytes_per_s)
-    sent_s = ring_s(1, group, params, trained, bytes_per_s) if work.mesh.dense == "zero1" else 0.0
-    _, backward_s = _hiding(work)
-    hops_s = work.mesh.chunks * _hop_s(work)
-    return _beyond(sum_s, backward_s - _gather_s(work) - _scatter_s(work) - hops_s) + sent_s
+    gather_s = _over_shards_s(work, work.workload.activation_bytes)
+    scatter_s = _over_shards_s(work, trained)
+    ahead_s = gather_s * stage.blocks / (stage.blocks + 1)  # all but the first of the layers and what is beside them
+    hop_s = _hop_s(work)
+    sent_s = mesh.chunks * hop_s
+    group = work.num_ranks // (mesh.pp * mesh.tp)
+    params = stage.dense_params / mesh.tp / work.weight_shards
+    bytes_per_s = work.bytes_per_s(work.num_ranks // mesh.pp)
+    sum_s = ring_s(2, group // work.weight_shards, params, trained, bytes_per_s)
+    out_s = ring_s(1, group, params, trained, bytes_per_s) if mesh.dense == "zero1" else 0.0
+    backward = passes(mesh)
+    hiding_s = work.machine.overlap * work.dense_s / (backward + 1) / work.micro_batches  # of a forward pass
+    forward_s = _exposed([ahead_s, sent_s], hiding_s)
+    backward_s = _exposed([gather_s + scatter_s, sent_s, sum_s], hiding_s * backward)
+    return Axes(
+        tensor_s=tensor_s(work),
+        context_s=context_s(work),
+        hops_s=2 * (mesh.pp - 1) * hop_s + work.micro_batches * (forward_s[1] + backward_s[1]),
+        gathers_s=work.micro_batches * (gather_s - ahead_s + forward_s[0] + backward_s[0]),
+        sums_s=backward_s[2] + out_s,
+    )
 
 
-def _gather_s(work: StageWork) -> float:
-    """All dense weights of the stage once, layer by layer; 0 where every rank has them."""
-    return _over_shards_s(work, work.workload.activation_bytes)
-
-
-def _scatter_s(work: StageWork) -> float:
-    """All dense gradients of the stage once, in the precision that they are summed in; 0 where no rank has a shard."""
-    return _over_shards_s(work, footprint_of(work.workload).dense.gradient)
+def _exposed(transfers_s: Sequence[float], free_s: float) -> list[float]:
+    """Return the seconds of each transfer that outlast the time that those before it leave free."""
+    late_s = []
+    for seconds in transfers_s:
+        late_s.append(max(0.0, seconds - free_s))
+        free_s = max(0.0, free_s - seconds)
+    return late_s
 
 
 def _over_shards_s(work: StageWork, number_bytes: float) -> float:
@@ -367,32 +361,12 @@ def _over_shards_s(work: StageWork, number_bytes: float) -> float:
     return once_s + (work.stage.blocks + 1) * work.machine.latency_s
 
 
-def _prefetched(gather_s: float, stage: BusiestStage) -> float:
-    """Return the seconds of a forward pass's gathers: all but the first of the layers and what stands beside them."""
-    return gather_s * stage.blocks / (stage.blocks + 1)
-
-
 def _hop_s(work: StageWork) -> float:
     """One micro-batch from a stage to the next."""
     if work.mesh.pp == 1:
         return 0.0
     hop_bytes = work.tokens / work.micro_batches * work.workload.d_model * work.workload.activation_bytes
     return work.machine.latency_s + hop_bytes / work.bytes_per_s(work.num_ranks)
-
-
-def _hiding(work: StageWork) -> tuple[float, float]:
-    """Seconds of one micro-batch's dense forward and backward pass that may hide transfers."""
-    backward = passes(work.mesh)
-    hiding_s = work.machine.overlap * work.dense_s
-    return (
-        hiding_s / (backward + 1) / work.micro_batches,
-        hiding_s * backward / (backward + 1) / work.micro_batches,
-    )
-
-
-def _beyond(seconds: float, free_s: float) -> float:
-    """Return the seconds of a transfer that outlast the time that is free for it."""
-    return max(0.0, seconds - max(0.0, free_s))
 
 
 def passes(mesh: MeshSpec) -> int:

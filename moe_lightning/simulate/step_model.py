@@ -28,9 +28,9 @@ from moe_lightning.simulate.mesh import (
     Axes,
     MeshSpec,
     StageWork,
+    axes_of,
     bubble_s,
     busiest_stage,
-    gradients_s,
     link_bytes_per_s,
     passes,
 )
@@ -51,7 +51,7 @@ class StepCost:
         copies_s: Trans and Agg that nothing hides.
         gradients_s: sums of gradients that nothing hides.
         update_s: the optimizer.
-        axes_s: what the axes of a mesh add to the passes that nothing hides, see `simulate.mesh`.
+        axes_s: what the axes of a mesh add that nothing hides, see `simulate.mesh`.
         bubble_s: that a rank waits in its pipeline.
         imbalance: busiest rank over mean, mean of layers.
         exchange_bytes: of all ranks.
@@ -74,7 +74,7 @@ class StepCost:
     @property
     def passes_s(self) -> float:
         """Forward and backward passes, without the pipeline's bubbles."""
-        return self.dense_s + self.experts_s + self.exchange_s + self.copies_s + self.axes_s.total
+        return self.dense_s + self.experts_s + self.exchange_s + self.copies_s + self.axes_s.passes_s
 
     @property
     def overlap_s(self) -> float:
@@ -314,9 +314,9 @@ class StepModel:
             micro_batches=micro,
             dense_s=dense_s,
         )
-        added = Axes.of(done)
-        waits_s = bubble_s(dense_s + blocks_s + added.total, mesh.pp, micro, mesh.chunks)
-        sums_s = gradients_s(done) + self._expert_sums_s(placements, stage_ranks, scale)
+        added = axes_of(done)
+        waits_s = bubble_s(dense_s + blocks_s + added.passes_s, mesh.pp, micro, mesh.chunks)
+        sums_s = added.sums_s + self._expert_sums_s(placements, stage_ranks, scale)
         resident = scale * max(sum((p.replicas > 0).sum(axis=0) for p in placements))
         dense_params = stage.dense_params / mesh.tp / mesh.state_shards(ranks, machine.ranks_per_node)
         dense, expert = footprint_of(work).dense, footprint_of(work).expert
@@ -325,7 +325,7 @@ class StepModel:
         update_s = 2 * updated_bytes / machine.memory_bytes_per_s
         sent_bytes = work.num_layers / routed * sum(report.exchange_bytes for report in everywhere)
         return StepCost(
-            step_s=machine.step_s + dense_s + blocks_s + sums_s + update_s + (added.total + waits_s),
+            step_s=machine.step_s + dense_s + blocks_s + sums_s + update_s + (added.passes_s + waits_s),
             dense_s=dense_s,
             experts_s=blocks_s - exchange_s - copies_s,
             exchange_s=exchange_s,
