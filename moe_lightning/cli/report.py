@@ -565,12 +565,6 @@ def _numbers(directory: Path, summary: Mapping[str, Any], metrics: Metrics) -> l
     head, rows = _recovery_table(directory)
     lost = [cells for row in rows if (cells := dict(zip(head, row, strict=False))).get("lost_ranks")]
     found.append(("recoveries from lost ranks", f"{len(lost):,}"))
-    if lost:
-        try:
-            seconds = sum(float(cells["total_s"]) for cells in lost)
-        except (KeyError, ValueError) as error:
-            raise ConfigurationError("recoveries.csv has no number in total_s of a lost rank: move it away") from error
-        found.append(("time of these recoveries", f"{seconds:,.1f} s"))
     if "checkpoint/plt" in last:
         found.append(("lost tokens (PLT)", f"{100 * last['checkpoint/plt']:.4g} %"))
     return found
