@@ -12,7 +12,7 @@ from the survivors' inventories.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -504,28 +504,26 @@ class ClusterState:
 
     def choose(self, available: Sequence[int]) -> tuple[int, ...]:
         """As many of these nodes as can train, those that hold state first; those of the last world keep their place in
-        it as far as there is one."""
+        it, or in their stage, as far as there is one."""
         holders = self.holders()
         count = self._model.usable_nodes(len(available))
-        nodes = sorted(available, key=lambda node: (node not in holders, node))
-        kept = self._retained_places(nodes, count)
-        left = [node for node in nodes if node not in kept.values()]
+        kept = self._retained_places(set(available), count)
+        taken = set(kept.values())
+        left = sorted((node for node in available if node not in taken), key=lambda node: (node not in holders, node))
         others = iter(sorted(left[: count - len(kept)]))
-        return tuple(kept[index] if index in kept else next(others) for index in range(count))
+        return tuple(kept[place] if place in kept else next(others) for place in range(count))
 
-    def _retained_places(self, nodes: Sequence[int], count: int) -> dict[int, int]:
-        """Node by place in the next world, of those that keep theirs, or on a pipeline their stage."""
+    def _retained_places(self, available: Set[int], count: int) -> dict[int, int]:
+        """Node by place in the next world, of those that keep theirs; none where stages end within nodes."""
         pp = self._model.mesh.pp
-        if pp == 1:
-            place = {node: index for index, node in enumerate(self._last_nodes)}
-            return {place[node]: node for node in nodes[:count] if place.get(node, count) < count}
-        before, after = len(self._last_nodes) // pp, count // pp
         if len(self._last_nodes) % pp or count % pp:
-            return {}  # stages end within nodes
+            return {}
+        before, after = len(self._last_nodes) // pp, count // pp
         kept: dict[int, int] = {}
-        for stage in range(pp):
-            mates = [node for node in self._last_nodes[stage * before : (stage + 1) * before] if node in nodes]
-            kept |= {stage * after + index: node for index, node in enumerate(mates[:after])}
+        for place, node in enumerate(self._last_nodes):
+            stage, index = divmod(place, before)
+            if node in available and index < after:
+                kept[stage * after + index] = node
         return kept
 
     def plan(self, nodes: tuple[int, ...], sample: int) -> SimulatedWorld:
