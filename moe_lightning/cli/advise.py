@@ -260,17 +260,10 @@ def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
         given |= {"dense": "zero1", "tp": 1}  # whole matrices
     if run.model.is_pretrained:
         given |= {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp")}
-    fixed: dict[str, Any] = {} if run.slots is None else {"slots": run.slots}
-    if duration_s <= period_s:  # no failure is simulated, which would show what an interval is worth
-        fixed["interval_steps"] = cheapest_interval(
-            workload,
-            machine.hardware,
-            ours,
-            machine.num_ranks,
-            cost,
-            faults_per_s=1 / period_s,
-        )
-        scenario = replace(scenario, policy=replace(ours, **fixed))
+    # The interval is that of the assumed failures, of which a short simulation has none.
+    interval = cheapest_interval(workload, machine.hardware, ours, machine.num_ranks, cost, faults_per_s=1 / period_s)
+    fixed: dict[str, Any] = {"interval_steps": interval} | ({} if run.slots is None else {"slots": run.slots})
+    scenario = replace(scenario, policy=replace(ours, **fixed))
     advice = recommend(scenario, fixed=fixed, fixed_mesh=given)
     return advice, replace(run, mesh=advice.scenario.mesh, slots=advice.policy.slots)
 

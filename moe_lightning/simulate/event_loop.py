@@ -112,7 +112,7 @@ class _Run:
                 scenario.policy,
                 ranks,
                 first,
-                faults_per_s=max(scenario.faults_per_s, 1 / scenario.duration_s),
+                faults_per_s=scenario.expected_faults_per_s,
             ),
             planned_steps=planned_steps,
         )

@@ -2,15 +2,15 @@
 
 slots: the fewest whose step is within one percent of the best, as far as memory goes. min_replicas: one more than the
 nodes that fail at once (Lazarus 4.1), or one where that trains more. protection: none where replicas survive such a
-failure, else parity or copies (REFT 4). K_snapshot, K_persist and the shortest interval: MoC-System 5.3, for partial
-checkpoints and for lossless windows; of both what trains more, tokens that are lost not counted. Interval and
-rebalance_every: the best of a few by simulation. What a choice buys is the goodput and PLT of the same run with that
-choice undone.
+failure, else parity or copies (REFT 4). K_snapshot, K_persist and the interval: MoC-System 5.3, for checkpoints of all
+experts, of some, and for lossless windows; of these the first that trains within one percent of the best, tokens that
+are lost not counted. rebalance_every: the best of a few by simulation. What a choice buys is the goodput and PLT of the
+same run with that choice undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,6 @@ def mixture_of(scenario: Scenario) -> str | None:
 
 
 _REBALANCE_PERIODS = (50, 200, 1000)
-_INTERVAL_FACTORS = (1, 2, 5, 10, 20, 50)
 _MORE_SLOTS = 4
 _WORTH = 0.01
 """Gain for which replicas, or whole checkpoints, are given up."""
@@ -188,42 +187,32 @@ def _candidate(
         replicated = possible > simultaneous
         layout = choose_protection(range(scenario.num_nodes), replicated=replicated, failures=simultaneous)
         policy = build_config(Policy, vars(policy) | {"protection": layout.method})
-    kinds = [policy.lossless] if fixed.keys() & {"lossless", "k_persist", "scopes", "saving"} else [False, True]
+    experts = scenario.workload.num_experts
+    kinds: list[dict[str, Any]] = [
+        {"lossless": False, "k_snapshot": experts, "k_persist": experts},
+        {"lossless": False},
+        {"lossless": True},
+    ]
+    if fixed.keys() & {"lossless", "k_persist", "scopes", "saving"}:
+        kinds = [{}]
+    elif "k_snapshot" in fixed:
+        kinds = kinds[1:]
     ways: list[tuple[Policy, Report]] = []
-    for lossless in kinds:
-        way = _checkpoints(replace(scenario, policy=replace(policy, lossless=lossless)), fixed)
-        interval = way.interval_steps or 1
-        periods = [way.rebalance_every] if "rebalance_every" in fixed or ways else _REBALANCE_PERIODS
-        way, _ = _best(scenario, way, "rebalance_every", periods)
-        policy = replace(policy, rebalance_every=way.rebalance_every)
-        intervals = [interval] if "interval_steps" in fixed else [factor * interval for factor in _INTERVAL_FACTORS]
-        way, report = _best(scenario, way, "interval_steps", intervals)
-        ways.append(_with_all_experts(scenario, way, report, fixed))
-    policy, report = max(ways, key=lambda way: way[1].samples * (1 - way[1].plt))
+    for kind in kinds:
+        way = _checkpoints(_with(scenario, policy, **kind), fixed.keys() | kind.keys())
+        periods = [way.rebalance_every] if "rebalance_every" in fixed else _REBALANCE_PERIODS
+        ways.append(_best_period(scenario, way, periods))
+    worth = [report.samples * (1 - report.plt) for _, report in ways]
+    policy, report = next(way for way, value in zip(ways, worth, strict=True) if value >= (1 - _WORTH) * max(worth))
     is_lossy = not policy.lossless and report.plt > 0
     return policy, report, next((other for way, other in ways if is_lossy and way.lossless), None)
 
 
-def _with_all_experts(
-    scenario: Scenario, policy: Policy, report: Report, fixed: Mapping[str, Any]
-) -> tuple[Policy, Report]:
-    """A policy that saves all experts each time, where that costs next to nothing; else the given one."""
-    experts = scenario.workload.num_experts
-    if policy.lossless or fixed.keys() & {"k_snapshot", "k_persist"} or policy.k_persist in (None, experts):
-        return policy, report
-    changed = replace(policy, k_snapshot=experts, k_persist=experts)
-    whole = simulate(replace(scenario, policy=changed))
-    if "interval_steps" not in fixed:
-        changed = replace(changed, interval_steps=whole.interval_steps)  # storage follows with all experts
-    costs_little = whole.samples * (1 - whole.plt) >= (1 - _WORTH) * report.samples * (1 - report.plt)
-    return (changed, whole) if costs_little else (policy, report)
-
-
-def _best(scenario: Scenario, policy: Policy, name: str, values: Sequence[int]) -> tuple[Policy, Report]:
-    """The policy with the value that trains most samples; of equals the largest, which moves and writes least."""
-    runs = {value: simulate(_with(scenario, policy, **{name: value})) for value in sorted(values, reverse=True)}
-    best = max(runs, key=lambda value: runs[value].samples)
-    return _with(scenario, policy, **{name: best}).policy, runs[best]
+def _best_period(scenario: Scenario, policy: Policy, periods: Sequence[int]) -> tuple[Policy, Report]:
+    """The policy with the period of rebalancing that trains most samples; of equals the longest, which moves least."""
+    runs = {period: simulate(_with(scenario, policy, rebalance_every=period)) for period in sorted(periods)[::-1]}
+    best = max(runs, key=lambda period: runs[period].samples)
+    return replace(policy, rebalance_every=best), runs[best]
 
 
 def _with(scenario: Scenario, policy: Policy, **changes: Any) -> Scenario:
@@ -251,9 +240,11 @@ def _slots(scenario: Scenario) -> int:
     return next(slots for slots, step_s in seconds.items() if step_s <= 1.01 * best)
 
 
-def _checkpoints(scenario: Scenario, fixed: Mapping[str, Any]) -> Policy:
-    """K_snapshot, K_persist and the interval by MoC-System's adaptive configuration; the interval is that of the K that
-    are fixed.
+def _checkpoints(scenario: Scenario, fixed: Set[str]) -> Policy:
+    """K_snapshot and K_persist by MoC-System's adaptive configuration, and the interval that costs least.
+
+    Args:
+        fixed: names of the parts of the policy that stay.
     """
     policy, work = scenario.policy, scenario.workload
     fixed_k = {name: getattr(policy, name) or work.num_experts for name in ("k_snapshot", "k_persist") if name in fixed}
@@ -270,7 +261,7 @@ def _checkpoints(scenario: Scenario, fixed: Mapping[str, Any]) -> Policy:
         num_layers=work.num_layers,
         num_experts=work.num_experts,
         ep_size=min(ranks, work.num_experts),
-        failure_rate_per_s=scenario.faults_per_s,
+        failure_rate_per_s=scenario.expected_faults_per_s,
         restart_s=policy.restart_s,
         k_snapshot=fixed_k.get("k_snapshot"),
     )

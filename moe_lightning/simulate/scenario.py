@@ -51,6 +51,11 @@ class Scenario:
     def faults_per_s(self) -> float:
         return sum(bool(event.failed) for event in self.events) / self.duration_s
 
+    @property
+    def expected_faults_per_s(self) -> float:
+        """Rate for which checkpoints are planned: at least one fault in the simulation."""
+        return max(self.faults_per_s, 1 / self.duration_s)
+
 
 def model_of(scenario: Scenario) -> StepModel:
     """Return the model that plans and times the steps of a scenario."""
