@@ -29,7 +29,7 @@ from moe_lightning.cli.composition import (
     own_recipes,
 )
 from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
-from moe_lightning.cli.simulation import HEAD, launch_command, recipe_file, recommended_settings
+from moe_lightning.cli.simulation import CALLBACKS, HEAD, launch_command, recipe_file, recommended_settings
 from moe_lightning.config import shown
 from moe_lightning.cores import available_memory, usable_cores
 from moe_lightning.errors import ConfigurationError
@@ -401,12 +401,12 @@ def _recipe(
 ) -> str:
     """The YAML of a recipe that trains as advised: the given one, the settings of the command line, the advice."""
     mesh, body, base = advice.scenario.mesh, OmegaConf.create({}), _base(settings)
-    groups, defaults = ["partial_experts"], [base]
+    groups, defaults = list(CALLBACKS), [base]
     for override in OverridesParser.create().parse_overrides(list(settings)):
         key, value = override.key_or_group, override.value()
         if key == "callbacks" and "." not in key:
             chosen = value if isinstance(value, list) else [value]
-            groups = [str(name) for name in chosen if name not in ("default", *groups)] + groups
+            groups = [str(name) for name in chosen if name not in ("default", "partial_experts", *CALLBACKS)] + groups
         elif key == "dial":
             defaults.append(f"/dial@_global_: {value}")
         elif key not in ("recipes", "run_name", "run_dir", "ranks"):
@@ -418,8 +418,6 @@ def _recipe(
                 OmegaConf.update(body, key, value, force_add=True)
     if run.training.recomputes and "recompute" not in groups:
         groups.insert(0, "recompute")
-    if "fault_recovery" in groups:
-        groups.remove("partial_experts")
     defaults.append(f"override /callbacks: [{', '.join(groups)}]")
     settings_of_plan = recommended_settings(advice, 1)
     added: dict[str, Any] = {"ranks": machine.hardware.ranks_per_node, **settings_of_plan}

@@ -136,6 +136,9 @@ def _assumed(failures: Mapping[str, Any], nodes: int) -> str:
     return f"of the trace {failures['path']}" if kind == "trace" else "none assumed: failures.kind=exponential has some"
 
 
+CALLBACKS = ("load_balancer", "fault_recovery")
+"""Choices of conf/callbacks in a recommended recipe; partial_experts is part of the last."""
+
 HEAD = "# @package _global_\n# Recommended by "
 """Beginning of a recipe that moe-sim recommend or moe-train --advise wrote."""
 
@@ -166,24 +169,15 @@ def launch_command(path: Path) -> str:
 
 
 def recommended_settings(advice: Advice, simultaneous: int) -> dict[str, Any]:
-    """Return the settings of a moe-train recipe that trains as advised, callbacks as in conf/callbacks.
+    """Return the settings of a moe-train recipe that trains as advised, with CALLBACKS.
 
     Args:
         simultaneous: nodes that fail at once.
     """
     policy, mesh = advice.policy, advice.scenario.mesh
-    balancer: dict[str, Any] = _load_balancer() | {
-        "rebalance_every": policy.rebalance_every,
-        "min_replicas": policy.min_replicas,
-    }
+    balancer: dict[str, Any] = {"rebalance_every": policy.rebalance_every, "min_replicas": policy.min_replicas}
     if policy.placement is not None:
         balancer["placement_rule"] = policy.placement
-    recovery: dict[str, Any] = {
-        "_target_": "moe_lightning.callbacks.fault_recovery.FaultRecovery",
-        "min_replicas": policy.min_replicas,
-        "protection": policy.protection,
-        "failures": simultaneous,
-    }
     return {
         "strategy": {"slots": policy.slots, **_mesh_of_recipe(mesh)},
         "callbacks": {
@@ -195,7 +189,11 @@ def recommended_settings(advice: Advice, simultaneous: int) -> dict[str, Any]:
             },
             "dynamic_k": {"threshold": policy.plt_threshold},
             "load_balancer": balancer,
-            "fault_recovery": recovery,
+            "fault_recovery": {
+                "min_replicas": policy.min_replicas,
+                "protection": policy.protection,
+                "failures": simultaneous,
+            },
         },
     }
 
@@ -217,7 +215,7 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
         f"{HEAD}moe-sim for {config['nodes']} nodes: {report.goodput:.4g} samples/s, "
         f"PLT {report.plt:.5f} predicted.\n#\n"
         f"#   {launch_command(path)}\n"
-        "defaults:\n  - override /callbacks: partial_experts\n\n"
+        f"defaults:\n  - override /callbacks: [{', '.join(CALLBACKS)}]\n\n"
     )
     return head + OmegaConf.to_yaml(OmegaConf.create(body))
 
@@ -227,13 +225,6 @@ def _mesh_of_recipe(mesh: MeshSpec) -> dict[str, Any]:
     axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
     chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
     return {} if mesh.is_plain else {key: value for key, value in chosen.items() if value}
-
-
-def _load_balancer() -> dict[str, Any]:
-    """Its node as conf/callbacks has it."""
-    node = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "callbacks" / "load_balancer.yaml"), resolve=False)
-    assert isinstance(node, dict)
-    return dict(node["load_balancer"])
 
 
 CONFIG_NAME = "simulate"
