@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import csv
 import heapq
+import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Interval
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, shown, validated
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.files import open_text
+from moe_lightning.files import read_text
 
 _MILLISECONDS = re.compile(r"\s*[0-9]{1,15}\s*")
 _LONGEST_LINE = 100
@@ -148,48 +149,33 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
         ConfigurationError: no such file, lines that are not milliseconds, action, node, times that fall, a node that
             comes twice or leaves without being there.
     """
-    if not path.is_file():
-        raise ConfigurationError(f"{path} is not a file: give a trace of milliseconds, add or remove, node")
     live: set[int] = set()
     numbers: dict[str, int] = {}
     changes: list[tuple[int, str, int]] = []
     last_ms = 0
     try:
-        file = open_text(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read ({error.strerror}): give another trace") from error
-    with file:
-        for line, row in enumerate(_rows(file, path), start=1):
-            time_ms, action, node = _parsed(row, f"{path}, line {line}")
-            number = numbers.setdefault(node, len(numbers))
-            if time_ms < last_ms:
-                raise ConfigurationError(
-                    f"{path}, line {line}: time {time_ms} ms is before {last_ms} ms: sort the trace by time"
-                )
-            last_ms = time_ms
-            if (action == "add") == (number in live):
-                fault = "is added while it is there" if action == "add" else "is removed while it is not there"
-                raise ConfigurationError(f"{path}, line {line}: {node} {fault}: mend the trace")
-            live.symmetric_difference_update({number})
-            changes.append((max(0, time_ms - start_ms), action, number))
+        rows = list(csv.reader(io.StringIO(read_text(path), newline="")))
+    except (OSError, ValueError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(
+            f"{path} cannot be read ({reason}): give a trace of milliseconds, add or remove, node"
+        ) from error
+    for line, row in enumerate(rows, start=1):
+        time_ms, action, node = _parsed(row, f"{path}, line {line}")
+        number = numbers.setdefault(node, len(numbers))
+        if time_ms < last_ms:
+            raise ConfigurationError(
+                f"{path}, line {line}: time {time_ms} ms is before {last_ms} ms: sort the trace by time"
+            )
+        last_ms = time_ms
+        if (action == "add") == (number in live):
+            fault = "is added while it is there" if action == "add" else "is removed while it is not there"
+            raise ConfigurationError(f"{path}, line {line}: {node} {fault}: mend the trace")
+        live.symmetric_difference_update({number})
+        changes.append((max(0, time_ms - start_ms), action, number))
     if not changes:
         raise ConfigurationError(f"{path} is empty: give a trace of milliseconds, add or remove, node")
     return _events(changes)
-
-
-def _rows(file: TextIO, path: Path) -> Iterator[list[str]]:
-    """Read the events of a CSV file.
-
-    Raises:
-        ConfigurationError: it is none.
-    """
-    try:
-        yield from csv.reader(file)
-    except (csv.Error, UnicodeDecodeError) as error:
-        reason = error.reason if isinstance(error, UnicodeDecodeError) else error
-        raise ConfigurationError(
-            f"{path} is not a CSV file of text ({reason}): give a trace of milliseconds, add or remove, node"
-        ) from error
 
 
 def _parsed(row: Sequence[str], where: str) -> tuple[int, str, str]:

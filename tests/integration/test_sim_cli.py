@@ -229,8 +229,8 @@ def test_traces_of_a_real_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("\u00b2,add,a\n", "is not milliseconds,add|remove,node: mend the trace"),
         (f"{'9' * 5000},add,a\n", "is not milliseconds,add|remove,node: mend the trace"),
         ("0,add,a\0b\n", "is not milliseconds,add|remove,node: mend the trace"),
-        (f"0,add,{'a' * 200_000}\n", "is not a CSV file of text (field larger than field limit"),
-        ("0,add,\udc80\n", "is not a CSV file of text (invalid start byte)"),
+        (f"0,add,{'a' * 200_000}\n", "cannot be read (field larger than field limit"),
+        ("0,add,\udc80\n", "cannot be read (it is not UTF-8 text: invalid start byte at byte 6)"),
         ("", "is empty"),
     ):
         trace.write_text(text, errors="surrogateescape")
