@@ -276,12 +276,8 @@ def _lines(advice: Advice, run: PlannedRun, machine: Machine, base: str, notes: 
     yield f"advice for {base} on {machine.words}"
     yield ""
     for name, value, reason in _rows(advice, run, machine, notes):
-        first, *others = textwrap.wrap(reason, _WIDTH - _NAME - _VALUE) or [""]
-        pad = max(1, _VALUE - len(value))
-        if len(value) >= _VALUE:
-            others, first = [first, *others] if first else others, ""
-        yield f"{name:<{_NAME}}{value}{' ' * pad}{first}".rstrip()
-        yield from (" " * (_NAME + _VALUE) + line for line in others)
+        text = f"{name:<{_NAME}}{value:<{_VALUE - 1}} {reason}"
+        yield from textwrap.wrap(text, _WIDTH, subsequent_indent=" " * (_NAME + _VALUE)) or [""]
 
 
 _Row = tuple[str, str, str]
