@@ -229,18 +229,12 @@ def imbalance(metrics: Metrics) -> list[str]:
 
 def placements(directory: Path, metrics: Metrics) -> list[str]:
     """Experts per rank at the end, and migrations."""
-    parts: list[str] = []
     file = directory / "placement.csv"
     if file.is_file():
-        placed = read_placements(file)
-        last = {layer: states[-1] for layer, states in placed.items()}
-        parts += _placed(last)
-        times = max(map(len, placed.values()))
-        parts.insert(0, paragraph(f"Logging steps saw {times} placements of a layer; these are the last."))
+        parts = [paragraph("The last placements that a logging step saw."), *_placed(read_placements(file))]
     else:
-        parts.append(
-            missing("No placements were recorded: callbacks.telemetry.placement_path='${run_dir}/placement.csv'.")
-        )
+        text = "No placements were recorded: callbacks.telemetry.placement_path='${run_dir}/placement.csv'."
+        parts = [missing(text)]
     moved = _named(metrics, "balance/migrated_states")
     shadows = {name: values for name, values in metrics.items() if name.endswith("/shadows_count")}
     for lines, title, unit, caption in (
@@ -363,13 +357,13 @@ def configuration(config: Mapping[str, Any], file: Path) -> list[str]:
     return [paragraph(f"From {file.name}."), listing(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))]
 
 
-def read_placements(path: Path) -> dict[int, list[tuple[int, NDArray[np.int64]]]]:
-    """The placements of each layer: since which step, and replicas [experts, ranks].
+def read_placements(path: Path) -> dict[int, tuple[int, NDArray[np.int64]]]:
+    """The last placement of each layer: since which step, and replicas [experts, ranks].
 
     Raises:
         ConfigurationError: a file that Telemetry did not write.
     """
-    found: dict[int, list[tuple[int, NDArray[np.int64]]]] = {}
+    found: dict[int, tuple[int, NDArray[np.int64]]] = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:
             head, *rows = csv.reader(file)
@@ -379,10 +373,10 @@ def read_placements(path: Path) -> dict[int, list[tuple[int, NDArray[np.int64]]]
                 replicas_EN = np.zeros((len(holders), int(ranks)), dtype=np.int64)
                 for expert, held in enumerate(holders):
                     np.add.at(replicas_EN[expert], [int(rank) for rank in held.split()], 1)
-                found.setdefault(int(layer), []).append((int(step), replicas_EN))
+                found[int(layer)] = int(step), replicas_EN
     except (ValueError, IndexError, OSError) as error:
         raise ConfigurationError(f"{path} has no lines of step, layer, ranks, holders: move it away") from error
-    if not all(replicas_EN.size for states in found.values() for _, replicas_EN in states) or not found:
+    if not found or not all(replicas_EN.size for _, replicas_EN in found.values()):
         raise ConfigurationError(f"{path} has no lines of step, layer, ranks, holders: move it away")
     return found
 
