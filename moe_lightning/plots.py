@@ -189,28 +189,9 @@ def bar_chart(groups: Mapping[str, Mapping[str, float]], title: str, y_label: st
 
 
 @_style()
-def heat_map(shares_SE: NDArray[np.float64], steps: Sequence[int], title: str) -> Figure:
-    """Share of every expert over time: steps to the right, experts downwards.
-
-    Args:
-        shares_SE: [samples, experts].
-        steps: of the samples, for the axis.
-        title: above the picture.
-
-    Raises:
-        ConfigurationError: no samples, or another number of steps.
-    """
-    if not shares_SE.size or len(steps) != len(shares_SE):
-        raise ConfigurationError(f"a heat map needs samples and a step for each, not {len(shares_SE)} and {len(steps)}")
-    figure, axes = _axes(title, "step", "expert")
-    _shades(figure, axes, 100 * shares_SE.T, "% of the layer's assignments")
-    marks = np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int))
-    axes.set_xticks(marks, [f"{steps[mark]:,}" for mark in marks])
-    return figure
-
-
-@_style()
-def grid(values: NDArray[np.float64], title: str, rows: str, columns: str, unit: str) -> Figure:
+def heat_map(
+    values: NDArray[np.float64], title: str, rows: str, columns: str, unit: str, *, names: Sequence[str] = ()
+) -> Figure:
     """A table of numbers of 0 or more as shades, with the numbers where they fit.
 
     Args:
@@ -219,6 +200,7 @@ def grid(values: NDArray[np.float64], title: str, rows: str, columns: str, unit:
         rows: what a row is, such as "layer".
         columns: what a column is.
         unit: of the values.
+        names: of the columns, of which some are shown; none: their numbers.
 
     Raises:
         ConfigurationError: no values.
@@ -227,6 +209,9 @@ def grid(values: NDArray[np.float64], title: str, rows: str, columns: str, unit:
         raise ConfigurationError(f"the picture {title!r} has no values: record first")
     figure, axes = _axes(title, columns, rows)
     _shades(figure, axes, values, unit)
+    if names:
+        marks = np.unique(np.linspace(0, len(names) - 1, 5).round().astype(int))
+        axes.set_xticks(marks, [names[mark] for mark in marks])
     if max(values.shape) <= _MAX_NUMBERS:
         for (row, column), value in np.ndenumerate(values):
             color = "#ffffff" if value > 0.5 * values.max() else "#010101"  # not of the page's mode: cells have none

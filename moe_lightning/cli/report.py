@@ -29,7 +29,7 @@ from moe_lightning.cli.run_metrics import Metrics, finite, metrics_files, read_a
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import read_text, replace_text
 from moe_lightning.moe.forced_routing import read_loads
-from moe_lightning.plots import bar_chart, grid, heat_map, line_chart, phase_lines, svg
+from moe_lightning.plots import bar_chart, heat_map, line_chart, phase_lines, svg
 
 if TYPE_CHECKING:
     pass
@@ -185,7 +185,9 @@ def loads(directory: Path) -> list[str]:
         title = f"experts of MoE layer {layer}"
         busiest = int(shares_SE.mean(axis=0).argmax())
         caption = f"Busiest on average: expert {busiest}, {100 * shares_SE[:, busiest].mean():.3g} %."
-        picture = heat_map(means_SE, [steps[0], *(steps[group[-1]] for group in groups[1:])], title)
+        names = [f"{step:,}" for step in (steps[0], *(steps[group[-1]] for group in groups[1:]))]
+        unit = "% of the layer's assignments"
+        picture = heat_map(100 * means_SE.T, title, "expert", "step", unit, names=names)
         parts.append(figure(svg(picture), f"heat map of the loads of the {title}", caption))
     parts += _health(shares_LSE)
     return parts
@@ -253,7 +255,7 @@ def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
         title = f"replicas of the experts of MoE layer {layer}, from step {step} on"
         most = int(replicas_EN.sum(axis=1).max())
         caption = f"{replicas_EN.shape[0]} experts on {replicas_EN.shape[1]} ranks, at most {most} replicas of one."
-        picture = grid(replicas_EN.T.astype(float), title, "rank", "expert", "replicas")
+        picture = heat_map(replicas_EN.T.astype(float), title, "rank", "expert", "replicas")
         yield figure(svg(picture), title, caption)
 
 

@@ -18,7 +18,7 @@ from moe_lightning.cli.run_metrics import metrics_files, read_metrics
 from moe_lightning.dispatch.placement import uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.forced_routing import read_loads
-from moe_lightning.plots import bar_chart, grid, heat_map, line_chart, phase_lines, svg, time_line
+from moe_lightning.plots import bar_chart, heat_map, line_chart, phase_lines, svg, time_line
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -77,9 +77,7 @@ def test_nothing_to_draw_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no phase that lasts"):
         phase_lines({"a": {"b": 0.0}}, "t")
     with pytest.raises(ConfigurationError, match="has no values"):
-        grid(np.zeros((0, 2)), "t", "layer", "expert", "steps")
-    with pytest.raises(ConfigurationError, match="needs samples and a step for each"):
-        heat_map(np.zeros((0, 3)), [], "x")
+        heat_map(np.zeros((0, 2)), "t", "layer", "expert", "steps")
     with pytest.raises(ConfigurationError, match="without spans"):
         time_line(Timeline(spans=(), total_s=0.0, transfer_s=0.0, exposed_s=0.0), "x")
 
@@ -107,7 +105,7 @@ def test_names_keep_out_of_the_axes_and_of_each_other() -> None:
 
 def test_equal_input_gives_equal_bytes_whatever_the_user_set() -> None:
     def text() -> str:
-        return svg(heat_map(np.array([[0.5, 0.5], [0.1, 0.9]]), [1, 11], "loads"))
+        return svg(heat_map(np.array([[0.5, 0.5], [0.1, 0.9]]), "loads", "layer", "expert", "steps"))
 
     expected = text()
     with mpl.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red"}):
@@ -183,12 +181,12 @@ def test_a_table_that_is_none_is_named(tmp_path: Path) -> None:
 
 def test_a_heat_map_has_a_cell_for_every_expert_and_sample() -> None:
     shares = np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]])
-    axes, scale = heat_map(shares, [1, 11], "a < b").axes
+    axes, scale = heat_map(100 * shares.T, "a < b", "expert", "step", "%", names=["1", "11"]).axes
     (image,) = axes.images
     np.testing.assert_allclose(np.asarray(image.get_array()), 100 * shares.T)
     assert image.get_clim() == (0, 70), "no load is the lightest"
     assert [mark.get_text() for mark in axes.get_xticklabels()] == ["1", "11"]
-    assert scale.get_ylabel() == "% of the layer's assignments"
+    assert scale.get_ylabel() == "%"
 
 
 def test_a_time_line_has_a_bar_for_every_span_in_its_place() -> None:
