@@ -371,17 +371,13 @@ def _predictions(advice: Advice, run: PlannedRun, machine: Machine) -> Iterator[
     memory, room = run.memory(), machine.hardware.memory_bytes
     parts = {"weights": memory.parameters, "gradients": memory.gradients, "moments": memory.optimizer}
     parts |= {"activations": memory.activations, "gathered": memory.gathered, "snapshots": memory.snapshots}
-    shares = ", ".join(f"{name} {format_bytes(_three(size))}" for name, size in parts.items() if size)
-    yield "memory", format_bytes(_three(memory.total)), f"of {format_bytes(_three(room))} a rank: {shares}"
+    shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    yield "memory", format_bytes(memory.total), f"of {format_bytes(room)} a rank: {shares}"
     share = report.goodput * work.context_length / tokens
     simulated = f"{report.duration_s / 3600:.3g} h were simulated"
     failures = f"nodes that fail every {_MTBF_HOURS:g} h and are back after {_REPAIR_HOURS:g} h (assumed)"
     assumed = f"of the tokens/s, with checkpoints and {failures}; {simulated}"
     yield "goodput", f"{share:.1%}", assumed
-
-
-def _three(number: float) -> float:
-    return float(f"{number:.3g}")
 
 
 # ---------------------------------------------------------------- recipe
@@ -428,7 +424,7 @@ def _recipe(
     if machine.num_nodes > 1:
         added["elastic"] = {"num_nodes": machine.num_nodes}
     merged = OmegaConf.merge(body, OmegaConf.create(added))
-    memory = format_bytes(_three(run.memory().total))
+    memory = format_bytes(run.memory().total)
     head = (
         f"{HEAD}moe-train --advise: {base} on {machine.words}, {memory} a rank predicted.\n#\n"
         f"#   {launch_command(path)}{_joining(machine)}\n"

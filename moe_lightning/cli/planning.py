@@ -327,12 +327,12 @@ def memory_refusal(run: PlannedRun, free: float, process: float = 0.0) -> str | 
     memory = run.memory()
     if memory.total <= free:
         return None
-    needs = f"this run needs {_gigabytes(memory.total + process)} a rank, {_gigabytes(free + process)} are free"
+    needs = f"this run needs {format_bytes(memory.total + process)} a rank, {format_bytes(free + process)} are free"
     cure = "no setting saves enough alone: use a smaller model or context, more machines, or several of docs/memory.md"
     for setting, changed in _cures(run):
         need = changed.memory().total
         if need <= free:
-            cure = f"use {setting} ({_gigabytes(need + process)})"
+            cure = f"use {setting} ({format_bytes(need + process)})"
             break
     return f"{needs}: {cure}; check_memory=false starts it anyway"
 
@@ -364,7 +364,3 @@ def _cures(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     while batch >= slices * micro:
         yield f"data.global_batch_size={batch}", replace(run, global_batch=batch)
         batch //= 2
-
-
-def _gigabytes(num_bytes: float) -> str:
-    return format_bytes(float(f"{num_bytes:.3g}"))

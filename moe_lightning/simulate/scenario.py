@@ -177,6 +177,8 @@ _ACCOUNTS = ("useful", "lost", "overhead", "idle")
 
 
 def format_bytes(num_bytes: float) -> str:
+    """Return a size in three digits, with its unit."""
+    num_bytes = float(f"{num_bytes:.3g}")
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if num_bytes < 1000:
             return f"{num_bytes:.4g} {unit}"
