@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ CONTENDERS: dict[str, Strategy | None] = {
 """Contenders: the strategies of `balancing.rules`, and LoadBalancer with its defaults. In training "search" is
 "prophet"."""
 
+_COMPARED = ("plain", "padded", "top2", "top3", "fastermoe", "prophet", "compact", "spread", "lazarus", "ours")
+"""Of them by default: one of each kind, a few seconds each under each routing."""
+
 _RANKS = 2
 _UNIFORM = "uniform"
 _OURS = "ours"
@@ -65,10 +69,10 @@ class Options(ModelOptions):
     """Options of this benchmark."""
 
     trace: InputFile | None = option("routing trace (.npz) whose most skewed layer is added", None)
-    ratios: tuple[Count, ...] = option("loads of the two ranks, as N to 1", [2, 4, 8])
-    strategies: list[str] = option("ways of balancing to compare", list(CONTENDERS), choices=list(CONTENDERS))
+    ratios: tuple[Count, ...] = option("loads of the two ranks, as N to 1", [4, 8])
+    strategies: list[str] = option("ways of balancing to compare", list(_COMPARED), choices=list(CONTENDERS))
     rounds: Count = option("measurements of each, in turns", 1)
-    steps: Count = option("measured steps of each", 12)
+    steps: Count = option("measured steps of each", 8)
     batch: Count = option("sequences of a rank", 4)
     slots: Count = option("resident experts of a rank", 5)
     json: OutputFile | None = option("where to leave all measurements", None)
@@ -81,12 +85,16 @@ def run(options: Options) -> int:
             f"{options.experts} experts do not divide over {_RANKS} ranks of {options.slots} slots: "
             "use an even number, and at least half as many slots"
         )
-    cores = own_cores(_RANKS)
+    cores, began = own_cores(_RANKS), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="moe-balance-") as folder:
         rows = _measure(Path(folder), options, cores)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1))
-    print(f"{machine()}; {_RANKS} ranks, {pinning(cores)}; medians of {options.rounds} x {options.steps} steps")
+    print(f"{machine()}; {_RANKS} ranks, {pinning(cores)}")
+    print(
+        f"{len(rows)} trainings in {time.monotonic() - began:.0f} s: each way of balancing under each routing, "
+        f"{options.rounds} x {options.steps} steps after {WARMUP_STEPS} of warm-up; medians"
+    )
     but = ("round", "skew", "strategy")
     medians = {
         (skew, name): medians_of([row for row in rows if (row["skew"], row["strategy"]) == (skew, name)], but=but)
