@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,7 @@ class HeldSnapshot:
 
         for writer in range(len(self.nodes)):
             keep(Origin.ARENA, writer, writer)
-        if protected:
+        if protected and self.nodes:
             layout = policy.layout_of(len(self.nodes))
             for writer, holders in enumerate(layout.holders):
                 for holder in holders:
@@ -196,8 +196,8 @@ def inventories(
     step: int,
     policy: Policy,
     *,
-    newest: HeldSnapshot | None,
-    written: HeldSnapshot | None,
+    newest: HeldSnapshot,
+    stored: HeldSnapshot,
 ) -> list[RankInventory]:
     """One inventory of every live node.
 
@@ -208,12 +208,12 @@ def inventories(
         step: of the live state.
         policy: whether live state and memory may be used, and how memory is protected.
         newest: snapshot, the protected one.
-        written: what was in memory when the newest checkpoint on storage was taken (MoC's recovery buffer).
+        stored: what was in memory when the newest checkpoint on storage was taken (MoC's recovery buffer).
     """
     parts: dict[int, list[SnapshotInventory]] = defaultdict(list)
-    kept = [newest, written] if policy.memory_recovery or policy.protection != "none" else []
+    kept = [newest, stored] if policy.memory_recovery or policy.protection != "none" else []
     for index, snapshot in enumerate(kept):
-        if snapshot is None or (index and newest is not None and snapshot.mark.step == newest.mark.step):
+        if index and snapshot.mark.step == newest.mark.step:
             continue
         for node, held in snapshot.on_nodes(policy, protected=index == 0).items():
             parts[node] += held
@@ -289,12 +289,11 @@ class SavedState:
             scopes=parse_scopes(policy.scopes),
         )
         self._memory_versions = self._storage_versions = nobody
-        # On storage: at first the initial state, which anybody can make.
-        self._stored = HeldSnapshot(
+        # On storage: at first the initial state, which anybody can make and no node has in memory.
+        self.stored = HeldSnapshot(
             mark=Mark(), nodes=(), versions_LE=nobody, writer_LE=nobody, counts=self._counts.state_dict()
         )
-        self.newest: HeldSnapshot | None = None
-        self.written: HeldSnapshot | None = None
+        self.newest = self.stored
         self._pending: deque[_Pending] = deque()
         self._dynamic: DynamicKRule | None = None
         if policy.plt_threshold is not None and self.partial:
@@ -318,7 +317,7 @@ class SavedState:
     @property
     def storage(self) -> Mark:
         """When the newest checkpoint on storage was taken."""
-        return self._stored.mark
+        return self.stored.mark
 
     def begin_session(self) -> None:
         """A world begins: its first checkpoint holds all experts."""
@@ -359,7 +358,7 @@ class SavedState:
         for done in [entry for entry in self._pending if entry.done_ns <= now_ns]:
             while self._pending.popleft() is not done:
                 pass
-            self._stored = self.written = done.snapshot
+            self.stored = done.snapshot
             self._storage_versions = done.stored_LE
             self.committed_bytes.append(done.nbytes)
 
@@ -370,9 +369,8 @@ class SavedState:
     def lose(self, nodes: Collection[int]) -> None:
         """These nodes have failed, and their memory with them."""
         pending = [entry.snapshot for entry in self._pending]
-        for snapshot in (self.newest, self.written, *pending):
-            if snapshot is not None:
-                snapshot.lost.update(nodes)
+        for snapshot in (self.newest, self.stored, *pending):
+            snapshot.lost.update(nodes)
 
     def on_storage(self) -> StorageInventory:
         """The newest written checkpoint."""
@@ -391,13 +389,12 @@ class SavedState:
             self._count_losses(plan)
         self._pending.clear()
         self._memory_versions = np.minimum(self._memory_versions, plan.versions)
-        if self.newest is not None and self.newest.mark.step > mark.step:
-            self.newest = self.written  # a later one is void
+        if self.newest.mark.step > mark.step:
+            self.newest = self.stored  # a later one is void
         return mark
 
     def _saved_at(self, step: int) -> HeldSnapshot:
-        kept = [snapshot for snapshot in (self._stored, self.newest, self.written) if snapshot is not None]
-        return next(snapshot for snapshot in kept if snapshot.mark.step == step)
+        return self.newest if self.newest.mark.step == step else self.stored
 
     def _count_losses(self, plan: RecoveryPlan) -> None:
         """Tokens that the restored experts have not seen are lost, after which K may rise."""
@@ -412,7 +409,7 @@ class SavedState:
 
     def forget_memory(self) -> None:
         """Nothing in host memory can be used any more."""
-        self.newest = self.written = None
+        self.newest = self.stored = replace(self.stored, nodes=())
 
     def _raise_k(self) -> None:
         assert self._dynamic is not None

@@ -333,7 +333,7 @@ class _Run:
             self.saved.note_snapshot(now, world.nodes, world.writers_LE)
             self.saved.lose(failed)
         plan = plan_recovery(
-            inventories(everyone, experts, now.step, self.policy, newest=self.saved.newest, written=self.saved.written),
+            inventories(everyone, experts, now.step, self.policy, newest=self.saved.newest, stored=self.saved.stored),
             self.saved.on_storage(),
             num_layers=self.saved.shape[0],
             num_experts=self.saved.shape[1],

@@ -550,7 +550,7 @@ def _level(chosen: Policy, failed: tuple[int, ...]) -> str:
     saved.lose(failed)
     holders = {node: tuple((0, e) for e in range(EXPERTS) if node in (e % NODES, (e + 1) % NODES)) for node in nodes}
     left = [node for node in nodes if node not in failed]
-    found = inventories(left, {n: holders[n] for n in left}, 35, chosen, newest=saved.newest, written=saved.written)
+    found = inventories(left, {n: holders[n] for n in left}, 35, chosen, newest=saved.newest, stored=saved.stored)
     plan = plan_recovery(found, saved.on_storage(), num_layers=1, num_experts=EXPERTS)
     mark = saved.restore(plan, Mark(step=35))
     assert mark.step == {"live": 35, "memory": 30, "storage": 20}[plan.level]
@@ -588,7 +588,7 @@ def test_partial_snapshots_are_found_stale() -> None:
             saved.commit_written(step)
         saved.lose(failed)
         left = [node for node in nodes if node not in failed] or [NODES]
-        found = inventories(left, {}, 30, chosen, newest=saved.newest, written=saved.written)
+        found = inventories(left, {}, 30, chosen, newest=saved.newest, stored=saved.stored)
         plan = plan_recovery(found, saved.on_storage(), num_layers=1, num_experts=EXPERTS)
         assert plan.version == 30
         saved.restore(plan, Mark(step=35))
