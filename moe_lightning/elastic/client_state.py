@@ -16,8 +16,6 @@ from moe_lightning.errors import ConfigurationError
 
 Endpoint = tuple[str, int]
 
-_RELAY_SHARE = 0.2
-
 
 class WorldTooSmall(ConfigurationError):
     """Fewer members than `min_ranks` joined in time."""
@@ -320,12 +318,11 @@ class ClientState:
 
     # ------------------------------------------------------------------ time
 
-    def beat(self, now: float, *, is_relayed: bool = False) -> None:
-        """Send the heartbeat that is due; to a relay more often, since it passes heartbeats on at its own times."""
+    def beat(self, now: float) -> None:
+        """Send the heartbeat that is due."""
         if now >= self._next_beat:
             ranks = self.world.members.size if self.world is not None else 1
-            interval_s = self._task.settings.heartbeat_interval_s(ranks)
-            self._next_beat = now + interval_s * (_RELAY_SHARE if is_relayed else 1.0)
+            self._next_beat = now + self._task.settings.heartbeat_interval_s(ranks)
             self._send(t="beat", progress=self.progress)
 
     @property

@@ -2,9 +2,9 @@
 
 A `ClientConnection` reconnects by itself. One thread drives it and any thread may send. A connection on which nothing
 arrives for too long is replaced, since the operating system would keep it for minutes; so a host that was only stopped
-gets its clients back. A worker's connection leads to its launcher, which relays its messages, or to the host itself
-while the launcher is silent. `RendezvousStore` is the torch store on which the groups of one world are built; it fails
-when that world breaks. `LauncherClient` reports deaths of workers and receives which workers are in the world.
+gets its clients back. On several machines a worker's connection leads to its launcher, which relays its messages.
+`RendezvousStore` is the torch store on which the groups of one world are built; it fails when that world breaks.
+`LauncherClient` reports deaths of workers and receives which workers are in the world.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from moe_lightning.elastic.protocol import (
     encode,
     read_secret,
 )
-from moe_lightning.elastic.relay import Relay
+from moe_lightning.elastic.relay import HostStatus, Relay
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.abort import tune
 
@@ -163,7 +163,6 @@ def _text(value: str | bytes) -> str:
 
 
 _CHUNK = 1 << 16
-_RELAY_SHARE = 0.4  # of the silence timeout: a worker whose launcher is silent must reach the host before it is evicted
 
 logger = logging.getLogger(__name__)
 
@@ -201,12 +200,17 @@ class _Link:
         """True once the other end is authenticated."""
         return self._channel.is_open
 
-    def refusal(self, now: float, silence_s: float, *, is_relayed: bool) -> str | None:
+    def refusal(self, now: float, silence_s: float) -> str | None:
         """Return why this connection is given up for another one, as the end of a sentence; None while it is not."""
         if self.is_open:
             return f"it said nothing for {silence_s:g} s" if now - self._last_received > silence_s else None
-        limit_s = silence_s if is_relayed else CONNECT_S if self._is_connecting else HANDSHAKE_S
+        limit_s = CONNECT_S if self._is_connecting else HANDSHAKE_S
         return "it does not answer" if now - self._began_at > limit_s else None
+
+    @property
+    def local_address(self) -> str | None:
+        """Address of this end; None for a Unix socket."""
+        return None if self.socket.family == socket.AF_UNIX else str(self.socket.getsockname()[0])
 
     def finish_connecting(self) -> None:
         """
@@ -253,89 +257,19 @@ class _Link:
         self.socket.close()
 
 
-_LOOKUP_S = 0.05
-
-
-Target = tuple[socket.AddressFamily, Any]
-"""Family and address for a socket."""
-
-
-def _resolve(address: Address, attempt: int, found: Future[Target]) -> None:
-    try:
-        found.set_result(address.resolve(attempt))
-    except OSError as error:
-        found.set_exception(error)
-
-
-class _Route:
-    """Way to the rendezvous host: through the relay of the launcher, or to the host itself.
-
-    Args:
-        address: of the rendezvous host.
-        relay: of the launcher; None for none.
-
-    Attributes:
-        address: as given; a relay corrects it.
-        is_relayed: the present connection, or attempt, is one to the relay.
-        local_host: address of this machine on the way to the host, as the relay knows it.
-    """
-
-    def __init__(self, address: Address, relay: Address | None) -> None:
-        self.address, self._relay = address, relay
-        self.is_relayed = relay is not None
-        self.local_host: str | None = None
-        self._lookup: Future[Target] | None = None
-        self._failures = 0  # of attempts at the host itself
-
-    @property
-    def next_address(self) -> Address:
-        """Address of the next attempt."""
-        return self._relay if self._relay is not None and self.is_relayed else self.address
-
-    def correct(self, address: Address, local_host: str | None) -> None:
-        """Set what the relay knows of the host."""
-        self.address, self.local_host = address, local_host
-
-    def look_up(self) -> Target | None:
-        """Return where the next attempt leads; None if that is not known within a moment. A thread looks it up, since a
-        name server may keep silent for half a minute.
-
-        Raises:
-            OSError: the host's name is not known.
-        """
-        if self._lookup is None:
-            self._lookup = Future()
-            arguments = self.next_address, self._failures, self._lookup
-            threading.Thread(target=_resolve, args=arguments, name="elastic-lookup", daemon=True).start()
-        try:
-            return self._lookup.result(_LOOKUP_S)
-        except TimeoutError:
-            return None
-
-    def turn(self, *, has_failed: bool) -> None:
-        """Try the other way after a loss, or after an attempt that has failed."""
-        self._failures += has_failed and not self.is_relayed
-        self._lookup = None
-        self.is_relayed = self._relay is not None and not self.is_relayed
-
-    def move(self, address: Address) -> None:
-        """Connect to another host, without the relay."""
-        self.address, self.is_relayed, self._lookup = address, False, None
-
-
 class ClientConnection:
-    """Connection to the rendezvous host, driven by one thread; other threads may call `send` and `wake` only.
+    """Connection to the rendezvous host or to a relay, driven by one thread; other threads may call `send` and `wake`
+    only.
 
     Args:
-        address: of the rendezvous host.
+        address: of the rendezvous host, or of the relay.
         secret: of the run.
-        introduce: called on every new connection with a function that sends the first message.
+        introduce: called with a function that sends the first message, whenever the host can be reached anew.
         handle: called with each message.
         silence_s: the connection is closed after so many seconds without a message.
-        relay: of the launcher, which is tried first, and again when a connection to the host is lost; None for none.
 
     Attributes:
-        error: why there is no connection, as the end of a sentence; "" while there is one.
+        host: status of the rendezvous host.
         is_refused: the last attempt was refused for good: another secret, another version.
         losses: number of connections that were lost.
         lost_at: the owner's time at which the last one was, or the first step.
@@ -349,29 +283,18 @@ class ClientConnection:
         introduce: Callable[[Callable[[Message], None]], None],
         handle: Callable[[Message], None],
         silence_s: float,
-        relay: Address | None = None,
     ) -> None:
-        self._route, self._secret, self._silence_s = _Route(address, relay), secret, silence_s
+        self._target, self._secret, self._silence_s = address, secret, silence_s
         self._introduce, self._handle = introduce, handle
         self._lock = threading.Lock()
         self._link: _Link | None = None
         self._is_introduced = False
         self._backoff = Backoff()
         self._selector = WakingSelector()
+        self.host = HostStatus(address=address, error="it was not tried yet")
         self.is_refused = False
-        self.error = "it was not tried yet"
         self.losses = 0
         self.lost_at: float | None = None
-
-    @property
-    def address(self) -> Address:
-        """Address of the rendezvous host; a relay corrects it."""
-        return self._route.address
-
-    @property
-    def is_relayed(self) -> bool:
-        """True if the present connection, or attempt, is one to the relay."""
-        return self._route.is_relayed
 
     @property
     def is_connected(self) -> bool:
@@ -386,17 +309,6 @@ class ClientConnection:
         """Stop watching that socket."""
         self._selector.unregister(other)
 
-    @property
-    def local_host(self) -> str | None:
-        """Address of this machine on the way to the rendezvous host; None without a connection or on one machine."""
-        if self.is_relayed:
-            return self._route.local_host
-        if self._link is None or self._link.socket.family == socket.AF_UNIX:
-            return None
-        with suppress(OSError):
-            return str(self._link.socket.getsockname()[0])
-        return None
-
     def send(self, *messages: Message) -> bool:
         """Queue messages, together; return False if there is no connection, and drop them."""
         with self._lock:
@@ -408,10 +320,11 @@ class ClientConnection:
 
     def move(self, address: Address, now: float) -> None:
         """Connect to a host at this address from now on."""
-        if address != self.address:
+        if address != self._target:
             self._backoff.reset()
+            self._target = address
             self._disconnect("another launcher hosts it now", now)
-            self._route.move(address)
+            self.host = replace(self.host, address=address)
 
     def wake(self) -> None:
         """Make `step` return at once."""
@@ -424,11 +337,10 @@ class ClientConnection:
             now: the owner's time.
         """
         self.lost_at = now if self.lost_at is None else self.lost_at
-        silence_s = self._silence_s * (_RELAY_SHARE if self.is_relayed else 1.0)
         if self._link is None:
             if now >= self._backoff.due:
                 self._connect(now)
-        elif (why := self._link.refusal(now, silence_s, is_relayed=self.is_relayed)) is not None:
+        elif (why := self._link.refusal(now, self._silence_s)) is not None:
             self._disconnect(why, now)
         for key, events in self._selector.select(timeout_s):
             if key.data is not None:
@@ -445,10 +357,7 @@ class ClientConnection:
 
     def _connect(self, now: float) -> None:
         try:
-            if (found := self._route.look_up()) is None:
-                self.error = "its name is still looked up"
-                return
-            family, target = found
+            family, target = self._target.resolve(self._backoff.failures)
             opened = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             self._disconnect(describe_error(error), now)
@@ -482,20 +391,20 @@ class ClientConnection:
         was_open, messages = link.is_open, link.receive(now)
         if link.is_open and not was_open:
             self._backoff.reset()
-            if not self.is_relayed:
-                self._introduce(self._open)
         for message in messages:
-            if message["t"] == "relay":
-                self._follow_relay(message, now)
-            else:
-                self._handle(message)
+            match message:
+                case {"t": "ready"}:
+                    self._follow(HostStatus(address=self._target, local_address=link.local_address, error=""), now)
+                case {"t": "relay"}:
+                    self._follow(HostStatus.parse(message), now)
+                case _:
+                    self._handle(message)
 
-    def _follow_relay(self, message: Message, now: float) -> None:
-        """Follow the relay's own connection to the rendezvous host, which it has made, lost or not made yet."""
+    def _follow(self, host: HostStatus, now: float) -> None:
+        """Introduce this client to a host that is reached; it may have been another one before."""
         self._note_loss(now)
-        self._route.correct(Address.parse(message["address"]), message["host"])
-        self.error = message["error"]
-        if not self.error:
+        self.host = host
+        if not host.error:
             self._introduce(self._open)
 
     def _note_loss(self, now: float) -> None:
@@ -508,7 +417,7 @@ class ClientConnection:
         with self._lock:
             assert self._link is not None
             self._link.send([introduction])
-            self._is_introduced, self.is_refused, self.error = True, False, ""
+            self._is_introduced, self.is_refused = True, False
 
     def _flush(self, link: _Link) -> None:
         """Send what the system accepts; the selector sends the rest."""
@@ -517,12 +426,11 @@ class ClientConnection:
             self._selector.modify(link.socket, events, None)
 
     def _disconnect(self, error: str, now: float) -> None:
-        if was_connected := self.is_connected:
-            logger.info("the connection to %s is lost: %s", self.address, error)
+        if self.is_connected:
+            logger.info("the connection to %s is lost: %s", self.host.address, error)
         self._note_loss(now)
         self._drop()
-        self.error = error
-        self._route.turn(has_failed=not was_connected)
+        self.host = replace(self.host, error=error)
         self._backoff.delay(now)
 
     def _drop(self) -> None:
@@ -608,7 +516,7 @@ class LauncherClient:
             handle=self._handle,
             silence_s=settings.silence_timeout_s,
         )
-        self.relay = Relay(secret, self._connection.send) if relays else None
+        self.relay = Relay(secret, self._connection.host, self._connection.send) if relays else None
         self._thread = threading.Thread(target=self._run, name="elastic-launcher", daemon=True)
         self._thread.start()
         try:
@@ -620,7 +528,7 @@ class LauncherClient:
     @property
     def address(self) -> Address:
         """Present address of the rendezvous host."""
-        return self._connection.address
+        return self._connection.host.address
 
     @property
     def is_connected(self) -> bool:
@@ -630,7 +538,7 @@ class LauncherClient:
     @property
     def error(self) -> str:
         """Reason why it does not answer, as the end of a sentence."""
-        return self._connection.error
+        return self._connection.host.error
 
     def report_death(self, token: str, how: str) -> None:
         """Report that the process of a worker has ended.
@@ -678,20 +586,17 @@ class LauncherClient:
         self._thread.join(timeout=_GOODBYE_S)
 
     def _wait(self) -> None:
+        limit = self._settings.rendezvous_timeout_s
+        deadline = time.monotonic() + limit  # the client's own clock stands still while it looks a name up
         while not self._known.wait(_STEP_S):
-            limit = self._settings.rendezvous_timeout_s
             if self._connection.is_refused:
-                raise ConfigurationError(
-                    f"the rendezvous host at {self.address} refuses this machine: {self._connection.error}"
-                )
-            if self._clock.now > limit:
+                raise ConfigurationError(f"the rendezvous host at {self.address} refuses this machine: {self.error}")
+            if time.monotonic() > deadline:
                 command = f"python -m moe_lightning.elastic.rendezvous_host --bind {self.address}"
                 cure = f"start `{command}` and give its address"
                 if self._locate is not None:
                     cure = "the launcher there leads this run, so see that other machines reach it"
-                raise ConfigurationError(
-                    f"nothing answers at {self.address} for {limit:g} s ({self._connection.error}): {cure}"
-                )
+                raise ConfigurationError(f"nothing answers at {self.address} for {limit:g} s ({self.error}): {cure}")
 
     def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
@@ -726,8 +631,7 @@ class LauncherClient:
                     beats = {} if self.relay is None else {"clients": self.relay.take_beats()}
                     self._connection.send({"t": "beat", "progress": 0, **beats})
                 if self.relay is not None:
-                    link = self._connection
-                    self.relay.publish(link.address, link.local_host, link.error, again=is_due)
+                    self.relay.publish(self._connection.host, again=is_due)
             except Exception:  # the launcher must go on with its workers
                 logger.exception("the launcher's connection could not be served")
                 self._closed.wait(_STEP_S)

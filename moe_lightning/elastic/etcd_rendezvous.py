@@ -2,7 +2,7 @@
 
 Each launcher opens an `EtcdRendezvous`. One of them leads: it serves the rendezvous host, whose address is in etcd for
 as long as its lease lasts. When it dies the others elect another one, and reconnect there. Members reach the host
-through their own launcher, which watches etcd; while it is silent they read the address themselves (`LeaderLookup`).
+through their own launcher, which watches etcd.
 
 etcd holds, under `/moe-lightning/RUN/`:
 
@@ -56,7 +56,6 @@ from moe_lightning.files import PrivateFolder
 _LOOK_S = 0.05
 _RETRY_S = 0.1
 _PROBE_S = 0.3
-_FRESH_S = 1.0
 _REMEMBERED_S = 86400
 _RETURN_S = 1.5  # from a leader's silence to its successor, members that reach that are back within so long
 
@@ -105,39 +104,6 @@ def _read_leader(etcd: EtcdClient, key: str) -> Leader | None:
         return Leader(address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision)
     except (ValueError, LookupError, TypeError, AttributeError):
         raise EtcdError(f"the record {key} in etcd is malformed, delete it") from None
-
-
-class LeaderLookup:
-    """Lookup of the leader's host, for a member whose launcher is silent: it may be the leader that was replaced.
-
-    Args:
-        endpoints: of etcd, see `EtcdAccess`.
-        run_id: name of the run.
-
-    Raises:
-        ConfigurationError: an endpoint is malformed, or a certificate or key cannot be loaded.
-    """
-
-    def __init__(self, endpoints: str, run_id: str) -> None:
-        self._etcd, self._key = EtcdClient(EtcdAccess.parse(endpoints, os.environ)), f"{_keys(run_id)}leader"
-        self._thread: threading.Thread | None = None
-        self._found: tuple[float, Address] | None = None  # time, address
-
-    def look(self) -> Address | None:
-        """Return the address that was read within the last second, if one was, and read it again, by a thread."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._read, name="elastic-leader", daemon=True)
-            self._thread.start()
-        found = self._found
-        return found[1] if found is not None and time.monotonic() - found[0] < _FRESH_S else None
-
-    def _read(self) -> None:
-        try:
-            leader = _read_leader(self._etcd, self._key)
-        except EtcdError as error:
-            logger.info("the leader cannot be looked up: %s", error)
-        else:
-            self._found = None if leader is None else (time.monotonic(), leader.address)
 
 
 class Election:

@@ -519,11 +519,9 @@ class ElasticLauncher:
             if etcd is not None:
                 etcd.attend(lambda: client.is_connected)
             task = ElasticTask(
-                address=str(address),
+                address=str(address if client.relay is None else client.relay.address),
                 secret_file=str(secret_file),
                 node=node,
-                relay=None if client.relay is None else str(client.relay.address),
-                etcd=None if etcd is None else (self.rdzv_endpoint or "", self.rdzv_id or ""),
                 expected=expected,
                 settings=self.settings,
             )
@@ -651,13 +649,13 @@ class _Workers:
         self, launcher: ElasticLauncher, task: ElasticTask, link: LauncherClient, program: Sequence[str]
     ) -> None:
         self._launcher, self._task, self._connection, self._program = launcher, task, link, program
-        address = Address.parse(task.address)
+        address = link.address
         self._interface = interface_towards(address) if launcher.rdzv_endpoint is not None else None
         if launcher.num_nodes > 1:
             _check_name(address)
         if launcher.num_nodes > 1 and self._interface is None and "GLOO_SOCKET_IFNAME" not in os.environ:
             raise ConfigurationError(
-                f"the network interface towards {task.address} cannot be determined: set GLOO_SOCKET_IFNAME to the one "
+                f"the network interface towards {address} cannot be determined: set GLOO_SOCKET_IFNAME to the one "
                 "that leads to the other machines"
             )
         self._clock = ProcessClock()

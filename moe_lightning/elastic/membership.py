@@ -1,6 +1,6 @@
 """Membership of a world: members, settings, and the interface of membership services.
 
-`ElasticTask` is what a launcher passes to one worker: address of the rendezvous host, identity, timeouts. `Members` are
+`ElasticTask` is what a launcher passes to one worker: address, identity, timeouts. `Members` are
 the ranks of one world. `MEMBERSHIPS` holds the services that provide them, by name.
 """
 
@@ -322,11 +322,10 @@ class ElasticTask:
     """Task that the launcher passes to one worker.
 
     Attributes:
-        address: of the rendezvous host, "unix:PATH" or "host:port".
+        address: of the launcher's relay, or of the rendezvous host where that is the launcher's own: "unix:PATH" or
+            "host:port".
         secret_file: of the run; the host requires it.
         node: name of the failure domain.
-        relay: address of the launcher's relay; None where the rendezvous host is the launcher's own.
-        etcd: addresses of etcd and name of the run, where the launchers elect the host; None if they do not.
         birth_ns: when the launcher began, plus the slot, for a first process: ranks of the first world have the order
             of their slots; None for a process started later.
         epoch_ns: time of day at which the monotonic clock of this machine began, as its launcher has seen it.
@@ -340,8 +339,6 @@ class ElasticTask:
     address: str
     secret_file: str
     node: str
-    relay: str | None = None
-    etcd: tuple[str, str] | None = None
     slot: int = 0
     expected: int = 1
     starts: int = 1

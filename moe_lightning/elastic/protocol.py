@@ -82,20 +82,21 @@ class Backoff:
 
     Attributes:
         due: the owner's time of the next attempt.
+        failures: in a row.
     """
 
     def __init__(self) -> None:
         self.due = 0.0
-        self._failures = 0
+        self.failures = 0
 
     def delay(self, now: float) -> None:
         """Wait after a failure."""
-        self.due = now + _BACKOFF_S[min(self._failures, len(_BACKOFF_S) - 1)] * random.uniform(0.5, 1.5)
-        self._failures += 1
+        self.due = now + _BACKOFF_S[min(self.failures, len(_BACKOFF_S) - 1)] * random.uniform(0.5, 1.5)
+        self.failures += 1
 
     def reset(self) -> None:
         """Wait shortly after the next failure: an attempt has succeeded, or the next one goes elsewhere."""
-        self._failures = 0
+        self.failures = 0
 
 
 class WakingSelector(selectors.DefaultSelector):

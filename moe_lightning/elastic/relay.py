@@ -4,9 +4,9 @@ Workers authenticate with the run's secret, as at the rendezvous host, and send 
 their heartbeats itself, and passes the progress of all on with the launcher's own. What the host sends to several
 workers travels once. A worker's end reaches the host at once.
 
-A worker keeps its connection to the relay while the host is away: {"t": "relay", "error": why, "address": of the host,
-"host": own address on the way there} says whether there is a host to introduce itself to. A relay that is silent has
-been stopped with its launcher: then workers connect to the host themselves. They end with their launcher.
+A worker keeps its connection to the relay while the host is away: a `HostStatus` says whether there is a host to
+introduce itself to. A launcher that is suspended
+cuts its workers off, as if their machine were suspended; they end with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Self
 
 from moe_lightning.elastic.protocol import Address, Message
 from moe_lightning.elastic.server import LONGEST_PATH, ServerThread, listen_privately
@@ -24,11 +26,37 @@ _BEAT: Message = {"t": "beat"}
 _LOOK_S = 0.005
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostStatus:
+    """What a client knows of the rendezvous host, by its own connection or from a relay.
+
+    Attributes:
+        address: of the host.
+        local_address: of this machine on the way there; None if that is not known, or if both are one machine.
+        error: why the host is not reached, as the end of a sentence; "" while it is.
+    """
+
+    address: Address
+    local_address: str | None = None
+    error: str
+
+    def to_message(self) -> Message:
+        """Return the message of a relay to its workers."""
+        return {"t": "relay", **asdict(self), "address": str(self.address)}
+
+    @classmethod
+    def parse(cls, message: Message) -> Self:
+        """Return the status in a message of a relay."""
+        address, local_address, error = Address.parse(message["address"]), message["local_address"], message["error"]
+        return cls(address=address, local_address=local_address, error=error)
+
+
 class Relay:
     """Server of a launcher's workers, open until `close`.
 
     Args:
         secret: of the run.
+        host: status of the rendezvous host now.
         send: sends messages to the rendezvous host, together, from any thread; drops them without a connection.
 
     Attributes:
@@ -38,13 +66,13 @@ class Relay:
 
     missing = 0
 
-    def __init__(self, secret: bytes, send: Callable[..., bool]) -> None:
+    def __init__(self, secret: bytes, host: HostStatus, send: Callable[..., bool]) -> None:
         self._send = send
         self._lock = threading.Lock()
         self._workers: set[int] = set()
         self._beats: dict[int, int] = {}  # since the last call of `take_beats`
-        self._status: Message = {"t": "relay", "error": "it was not tried yet", "address": "", "host": None}
-        self._published = self._status
+        self._published = host
+        self._status = host.to_message()
         self._arrived: deque[tuple[list[int] | None, Message | None]] = deque()  # for the server's thread
         self._targets: list[int] | None = None  # of the host's next message
         self.outbox: list[tuple[int, Message]] = []
@@ -70,19 +98,15 @@ class Relay:
                 return False
         return True
 
-    def publish(self, address: Address, host: str | None, error: str, *, again: bool) -> None:
+    def publish(self, host: HostStatus, *, again: bool) -> None:
         """Notify the workers of a change of the connection to the host.
 
         Args:
-            address: of the host.
-            host: address of this machine on the way there.
-            error: why there is no connection; "" if there is one.
             again: also without a change, while there is none: workers must not take this process for stopped.
         """
-        status = {"t": "relay", "error": error, "address": str(address), "host": host}
-        if status != self._published or (error and again):
-            self._published, self._targets = status, None
-            self._pass_on(None, status)
+        if host != self._published or (host.error and again):
+            self._published, self._targets = host, None
+            self._pass_on(None, host.to_message())
 
     def take_beats(self) -> list[tuple[int, int]]:
         """Return the workers that have sent heartbeats since the last call, each with its progress."""

@@ -15,8 +15,7 @@
 A thread sends heartbeats and aborts the groups of a world as soon as a failure is detected: by an
 error of this rank, by a launcher, by the host, or by dead links. A lost connection to the host aborts nothing: the
 thread reconnects and reports the present world to the host, which may have been restarted. Between several machines the
-launcher relays its messages (`moe_lightning.elastic.relay`); while it is silent, and the host moves, etcd is asked for
-the host's address. Timeouts are counted on the thread's own clock.
+launcher relays its messages (`moe_lightning.elastic.relay`). Timeouts are counted on the thread's own clock.
 
 While a world makes no step for longer than several usual ones, the first rank of each node probes the other nodes by
 small signed packets (`Prober`), at most 500 a second in all: in a world of 1,000 nodes one packet to each in two
@@ -39,7 +38,6 @@ from pathlib import Path
 
 from moe_lightning.elastic.client_state import ClientState, Endpoint
 from moe_lightning.elastic.connection import ClientConnection, RendezvousStore
-from moe_lightning.elastic.etcd_rendezvous import LeaderLookup
 from moe_lightning.elastic.membership import ElasticTask, Members
 from moe_lightning.elastic.preemption import PreemptionWatch
 from moe_lightning.elastic.protocol import Address, Message, ProcessClock, read_secret
@@ -331,9 +329,7 @@ class RendezvousClient:
             introduce=self._introduce,
             handle=self._handle,
             silence_s=task.settings.silence_timeout_s,
-            relay=None if task.relay is None else Address.parse(task.relay),
         )
-        self._leader = None if task.etcd is None else LeaderLookup(*task.etcd)
         self._store: RendezvousStore | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-client", daemon=True)
@@ -520,11 +516,12 @@ class RendezvousClient:
         link, limit = self._connection, self.task.settings.rendezvous_timeout_s
         if link.is_connected:
             return
+        host = link.host
         if link.is_refused and not self._state.has_registered:
-            raise ConfigurationError(f"the rendezvous host at {link.address} refuses this process: {link.error}")
+            raise ConfigurationError(f"the rendezvous host at {host.address} refuses this process: {host.error}")
         if self._clock.now - max(started, link.lost_at or 0.0) > limit:
             raise ConfigurationError(
-                f"the rendezvous host at {link.address} has not answered for {limit:g} s ({link.error}): see that "
+                f"the rendezvous host at {host.address} has not answered for {limit:g} s ({host.error}): see that "
                 "it runs and can be reached, then give the same command again, which resumes"
             )
 
@@ -553,7 +550,6 @@ class RendezvousClient:
             try:
                 losses = self._connection.losses
                 self._connection.step(self._clock.tick(), step_s)
-                self._look_for_host()
                 with self._changed:
                     if self._connection.losses != losses and self._store is not None:
                         self._store.fail_waiting()
@@ -566,17 +562,9 @@ class RendezvousClient:
         if self._links.prober is not None:
             self._links.prober.close()
 
-    def _look_for_host(self) -> None:
-        """Follow a host that moves, while the launcher is silent."""
-        link = self._connection
-        if self._leader is None or link.is_relayed or link.is_connected:
-            return
-        if (address := self._leader.look()) is not None:
-            link.move(address, self._clock.now)
-
     def _tick(self, now: float) -> None:
         state = self._state
-        state.beat(now, is_relayed=self._connection.is_relayed)
+        state.beat(now)
         if nodes := self._links.reached(now):
             state.report_reachable(nodes)
         if state.is_training:
@@ -595,7 +583,7 @@ class RendezvousClient:
 
     def _listen_for_probes(self) -> None:
         """Open the socket for probes of other nodes; on one machine there is none."""
-        host, former = self._connection.local_host, self._links.prober
+        host, former = self._connection.host.local_address, self._links.prober
         if host is None or (former is not None and former.endpoint[0] == host):
             return
         if former is not None:

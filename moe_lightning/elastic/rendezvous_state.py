@@ -6,12 +6,13 @@ which members form the next world (`next_world`), who is overdue (`overdue_membe
 between nodes are dead although both ends reach the host (`largest_clique`). `Clients` has the connections. Times are
 seconds of the host's own clock.
 
-Messages are dictionaries with a kind "t". A member registers with "member", and is sent "state". It sends "join", and
-is sent "formed" when it is in a world. Then "beat" carries its count of steps. A world ends for all its members with
-"broken": one sends it, or the host does, when a launcher reports "died", when a member is overdue and "evicted", or
-when links stay "unreachable". Each member sends "join" again; those that end, or cannot train yet, "leave" or
-"withdraw". Members of an intact world are sent "waiting", the number of newcomers, and break it between two steps to
-admit them; newcomers are sent "spare" or "kept out" meanwhile. "finish" ends the run, and all are sent "finished".
+Messages are dictionaries with a kind "t". Who connects is sent "ready". A member registers with "member", and is sent
+"state". It sends "join", and is sent "formed" when it is in a world. Then "beat" carries its count of steps. A world
+ends for all its members with "broken": one sends it, or the host does, when a launcher reports "died", when a member is
+overdue and "evicted", or when links stay "unreachable". Each member sends "join" again; those that end, or cannot train
+yet, "leave" or "withdraw". Members of an intact world are sent "waiting", the number of newcomers, and break it between
+two steps to admit them; newcomers are sent "spare" or "kept out" meanwhile. "finish" ends the run, and all are sent
+"finished".
 """
 
 from __future__ import annotations

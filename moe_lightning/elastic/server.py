@@ -571,6 +571,9 @@ class WorldStore:
         self.outbox.append((connection, {"t": "stored", "n": request["n"], "error": "this world is over"}))
 
 
+_READY: Message = {"t": "ready"}
+
+
 class RendezvousService:
     """Service of the rendezvous host: membership, and the keys of the newest world.
 
@@ -591,7 +594,8 @@ class RendezvousService:
         return self._state.missing
 
     def admit(self, client: int) -> None:
-        """Wait for its introduction."""
+        """Ask a client to introduce itself."""
+        self.outbox.append((client, _READY))
 
     def receive(self, client: int, message: Message, now: float, *, is_local: bool) -> None:
         """Handle a message of a client."""

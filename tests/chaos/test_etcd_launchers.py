@@ -127,7 +127,7 @@ def test_the_leader_is_killed(runs: Callable[..., Run]) -> None:
 
 @pytest.mark.slow
 def test_the_leader_is_paused_for_longer_than_its_lease(runs: Callable[..., Run]) -> None:
-    """Its ranks find its successor by themselves, and are in the next world."""
+    """Its ranks count as lost after a fault, until it is continued."""
     run = runs("ab", ranks=2)
     first = run.wait_for_world(4)
     leader, client, key = run.leader, run.cluster.client(), get("/moe-lightning/run/leader")
@@ -136,13 +136,11 @@ def test_the_leader_is_paused_for_longer_than_its_lease(runs: Callable[..., Run]
     wait_for(lambda: client.transact([], [key]).found not in (before, (None,)), PATIENCE_S)
     victim = next(each for each in first if each["nodes"][each["rank"]] != leader)
     os.kill(victim["pid"], signal.SIGKILL)
-    three = run.wait_for_world(3)
-    assert {each["pid"] for each in three} == {each["pid"] for each in first} - {victim["pid"]}
-    assert {each["reason"] for each in three} == {
-        f"rank {victim['rank']} on node {victim['nodes'][victim['rank']]} was killed by SIGKILL"
-    }
+    two = run.wait_for_world(2)  # with the one that is started again
+    assert leader not in {node for each in two for node in each["nodes"]}
     os.kill(run.launchers[leader].process.pid, signal.SIGCONT)
-    run.wait_for_world(4)
+    four = run.wait_for_world(4)
+    assert {each["pid"] for each in first} - {victim["pid"]} < {each["pid"] for each in four}
     run.end_well()
 
 

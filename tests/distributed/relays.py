@@ -30,10 +30,9 @@ def relayed(
     assert client.relay is not None
     with closing(client):
         yield ElasticTask(
-            address=str(host.address),
+            address=str(client.relay.address),
             secret_file=str(host.secret_file),
             node="a",
-            relay=str(client.relay.address),
             expected=expected,
             settings=settings,
         )

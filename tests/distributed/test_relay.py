@@ -49,7 +49,7 @@ def test_a_worker_sees_the_host_as_without_a_relay(host: RendezvousServer) -> No
         first.abort("a reason")
         wait_for(lambda: second.reason == "a reason" and len(broken) == 2, 10)
         host.close()
-        with pytest.raises(ConfigurationError, match=rf"at {task.address} has not answered for 1 s \(connection ref"):
+        with pytest.raises(ConfigurationError, match=rf"at {host.address} has not answered for 1 s \(connection ref"):
             first.join()
         for worker in (first, second):
             worker.close()
@@ -62,7 +62,7 @@ def test_the_last_words_of_workers_arrive_though_their_launcher_ends(host: Rende
         for worker in workers:
             worker.finish()
             worker.close()
-    late = RendezvousClient(replace(task, relay=None, token="z"))
+    late = RendezvousClient(replace(task, address=str(host.address), token="z"))
     wait_for(lambda: late._state._finishes.newest == number, 10)
     assert not late.world_exists(), "they have left"
     late.close()

@@ -39,10 +39,10 @@ PATIENCE_S = 20.0
 class Link:
     """Connection to a host that says nothing but these messages. When they are read it makes a file."""
 
-    token, is_connected, error, address = "launcher", True, "", "host:1"
+    token, is_connected, error = "launcher", True, ""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
+        self.file, self.address = file, Address(host="127.0.0.1", port=1)
         self.deaths: list[tuple[str, str]] = []
         self.messages: list[Any] = []
 
@@ -66,7 +66,6 @@ class Machine:
     Attributes:
         script: of the next worker; a function of its slot and its number of starts.
         started: logs of the workers, in order.
-        address: of the host.
         recorded: calls that record the end of the run in etcd.
     """
 
@@ -74,14 +73,13 @@ class Machine:
         self.folder, self.link = folder, Link(folder / "read")
         self.script: Callable[[int, int], str] = lambda slot, starts: "exit 0"
         self.started: list[WorkerLogs] = []
-        self.address = "127.0.0.1:1"
         self.recorded: list[None] = []
         monkeypatch.setattr(launcher, "start", self._start)
 
         @contextmanager
         def rendezvous(of: ElasticLauncher) -> Iterator[tuple[ElasticTask, Any, Any]]:
             etcd = SimpleNamespace(record_end=lambda: self.recorded.append(None))
-            yield ElasticTask(address=self.address, secret_file="secret", node=of.node or "a"), self.link, etcd
+            yield ElasticTask(address="unix:relay", secret_file="secret", node=of.node or "a"), self.link, etcd
 
         monkeypatch.setattr(ElasticLauncher, "_open_rendezvous", rendezvous)
 
@@ -382,12 +380,12 @@ def test_a_host_whose_name_is_a_loopback_address_here_is_not_joined_by_several_m
     kind = socket.AF_INET, socket.SOCK_STREAM, 0, ""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*kind, ("127.0.1.1", 1))])
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    machine.address = "localhost:1"
-    machine.run(rdzv_endpoint=machine.address, **several)
-    machine.address = "node1:1"
+    machine.link.address = Address(host="localhost", port=1)
+    machine.run(rdzv_endpoint="localhost:1", **several)
+    machine.link.address = Address(host="node1", port=1)
     with pytest.raises(ConfigurationError, match=r"node1 is 127\.0\.1\.1 on this machine .* address in rdzv_endpoint"):
-        machine.run(rdzv_endpoint=machine.address, **several)
-    machine.run(rdzv_endpoint=machine.address, **{**several, "num_nodes": 1})
+        machine.run(rdzv_endpoint="node1:1", **several)
+    machine.run(rdzv_endpoint="node1:1", **{**several, "num_nodes": 1})
 
 
 def test_etcd_whose_name_is_a_loopback_address_here_is_not_used_by_several_machines(

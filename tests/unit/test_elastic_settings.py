@@ -398,7 +398,7 @@ def test_a_silent_name_server_does_not_stretch_the_timeout(tmp_path: Path, monke
     monkeypatch.setattr(Address, "resolve", resolve)
     create_secret(tmp_path / "secret")
     settings, began = ElasticSettings(rendezvous_timeout_s=1.5), time.monotonic()
-    with pytest.raises(ConfigurationError, match=r"nothing answers at far:1 for 1\.5 s \((no answer|its name)"):
+    with pytest.raises(ConfigurationError, match=r"nothing answers at far:1 for 1\.5 s \(.*(answer|yet)"):
         LauncherClient(Address(host="far", port=1), tmp_path / "secret", settings)
     assert time.monotonic() - began < 4.0
 
