@@ -6,8 +6,8 @@ the peer of `RendezvousState`; `RendezvousClient` connects the two. Times are se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_lightning.elastic.membership import ElasticTask, Members, hang_limit_s, new_member_id, pack_ids, unpack_ids
@@ -46,12 +46,12 @@ class JoinedWorld:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejection:
-    """Rejection by a world that this process does not reach all nodes of.
+class Eviction:
+    """Eviction of this process, which may return as a new member.
 
     Attributes:
-        reason: the dead links, as a sentence.
-        probes: probe endpoint of each node that must answer.
+        reason: as a sentence.
+        probes: probe endpoint of each node that must answer before.
         at: time.
     """
 
@@ -107,8 +107,7 @@ class ClientState:
         member_id: name of this process among the members; a new one after an eviction.
         world: the newest one.
         guarded: the one that was guarded last.
-        rejection: of this process, until a world admits it.
-        is_evicted: `rename` and introduce this process again.
+        eviction: of this process; None while it is a member.
         progress: count of its steps.
         world_exists: answer of the host to `ask_for_world`; None without one.
         outbox: messages for the host, in order.
@@ -125,8 +124,7 @@ class ClientState:
         self.member_id = new_member_id(task.node, task.token, birth_ns)
         self.world: JoinedWorld | None = None
         self.guarded: JoinedWorld | None = None
-        self.rejection: Rejection | None = None
-        self.is_evicted = False
+        self.eviction: Eviction | None = None
         self.progress = 0
         self.world_exists: bool | None = None
         self.outbox: list[Message] = []
@@ -140,8 +138,7 @@ class ClientState:
             self.guarded.is_left = True
         self._join.is_waiting = True
         self._join.is_ready = is_ready
-        self.rejection = None
-        if not self.is_evicted:
+        if self.eviction is None:
             self._send(t="join", ready=self._join.is_ready, multiple=self._join.multiple, spare=is_spare)
 
     def is_unneeded(self) -> bool:
@@ -162,9 +159,9 @@ class ClientState:
 
     def check_wait(self, started: float, now: float) -> None:
         """Raise if a join that started then has been waiting for too long."""
-        settings, rejection = self._task.settings, self.rejection
-        if rejection is not None and now - rejection.at > settings.rendezvous_timeout_s:
-            raise ConfigurationError(f"{rejection.reason}: repair it, then give the same command again, which resumes")
+        settings, eviction = self._task.settings, self.eviction
+        if eviction is not None and now - eviction.at > settings.rendezvous_timeout_s:
+            raise ConfigurationError(f"{eviction.reason}: repair it, then give the same command again, which resumes")
         if now - started > settings.join_timeout_s and not self._waits_for_a_step:
             raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
 
@@ -211,7 +208,7 @@ class ClientState:
     @property
     def is_finish_known(self) -> bool:
         """True if the host knows of what this process has finished, or does not count it."""
-        return self.is_evicted or self._finishes.newest >= self._finishes.own
+        return self.eviction is not None or self._finishes.newest >= self._finishes.own
 
     def is_finished(self) -> bool:
         """Return True if others have finished the run since this process registered."""
@@ -235,7 +232,7 @@ class ClientState:
     def rename(self) -> None:
         """Become a new member after an eviction."""
         self.member_id = new_member_id(self._task.node, self._task.token, self._task.now_ns)
-        self.is_evicted = False
+        self.eviction = None
 
     # ------------------------------------------------------------------ the host
 
@@ -287,8 +284,8 @@ class ClientState:
                 for world in (self.world, self.guarded):
                     if world is not None and world.members.number == number:
                         self._break(world, reason, rating, now)
-            case {"t": "evicted", "reason": str(reason)}:
-                self.is_evicted = True
+            case {"t": "evicted", "reason": str(reason), "probes": dict(probes)}:
+                self.eviction = Eviction(reason=reason, probes=_endpoints(probes), at=now)
                 if self.guarded is not None and self.guarded.broken_at is None:
                     self._break(self.guarded, reason, 2, now)
             case {"t": "waiting", "count": int(count)}:
@@ -296,8 +293,6 @@ class ClientState:
                     self._waiting_since = now if count else None
             case {"t": "spare"}:
                 self._join.is_spare = True
-            case {"t": "kept out", "reason": str(reason), "probes": dict(probes)}:
-                self.rejection = Rejection(reason=reason, probes=_endpoints(probes), at=now)
 
     def _enter(self, number: int, packed: list[Any], probes: Mapping[str, Any], *, has_set_up: bool) -> None:
         ids = unpack_ids(packed)
@@ -306,7 +301,7 @@ class ClientState:
         members = Members(number=number, ids=ids, rank=ids.index(self.member_id))
         self.world = JoinedWorld(members=members, has_set_up=has_set_up, probes=_endpoints(probes))
         self._join.is_waiting = self._join.is_spare = False
-        self._waiting_since = self.rejection = None
+        self._waiting_since = None
 
     def _break(self, world: JoinedWorld, reason: str, rating: int, now: float) -> None:
         """Record that a world broke, or a better reason for it."""
@@ -345,10 +340,15 @@ class ClientState:
             world.unreachable = nodes
             self._send(t="unreachable", number=world.members.number, nodes=sorted(nodes))
 
-    def report_reachable(self, nodes: Iterable[str]) -> None:
-        """Report that all nodes answer that were behind dead links when this process was rejected."""
-        self.rejection = None
-        self._send(t="reachable", nodes=sorted(nodes))
+    @property
+    def may_return(self) -> bool:
+        """True after an eviction if no node must answer before this process becomes a member again."""
+        return self.eviction is not None and not self.eviction.probes
+
+    def end_probes(self) -> None:
+        """Record that all nodes answer that this process did not reach when it was evicted."""
+        if self.eviction is not None:
+            self.eviction = replace(self.eviction, probes={})
 
     @property
     def awaited_since(self) -> float | None:

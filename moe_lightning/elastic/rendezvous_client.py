@@ -94,10 +94,6 @@ class Prober:
         self._open.clear()
         self._due, self._turn = now, 0
 
-    def end(self) -> None:
-        """Stop probing; others are still answered."""
-        self._targets = []
-
     def send(self, now: float, interval_s: float) -> None:
         """Send the packets that are due.
 
@@ -179,15 +175,13 @@ class LinkChecker:
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
         self._is_first = False
         self._probing_since: float | None = None
-        self._greeting_since: float | None = None
-        self._is_waiting = False
+        self._greeting_until: float | None = None
 
     def use(self, prober: Prober, now: float) -> None:
         """Use this prober from now on. That nodes have answered the former one shows that UDP passes."""
         prober.is_answered |= self.prober is not None and self.prober.is_answered
         self.prober = prober
-        self._probing_since = None
-        self._begin_greeting(now)
+        self._begin(now)
 
     def enter(self, targets: Mapping[str, Endpoint], now: float, *, is_first: bool) -> None:
         """Start a world with these other nodes.
@@ -195,15 +189,18 @@ class LinkChecker:
         Args:
             is_first: this process is the first of its node's.
         """
-        self._targets, self._is_waiting, self._is_first = dict(targets), False, is_first
+        self._targets, self._is_first = dict(targets), is_first
         self._steps_s.clear()
         self._progress, self._progress_at = -1, now
-        self._end()
-        self._begin_greeting(now)
+        self._begin(now)
 
-    def wait(self, targets: Mapping[str, Endpoint], now: float) -> None:
-        """Probe these nodes until they answer; for a process outside a world."""
-        self._targets, self._is_waiting = dict(targets), True
+    def leave(self, targets: Mapping[str, Endpoint], now: float) -> None:
+        """Start to wait, outside a world, until these nodes answer."""
+        self._targets = dict(targets)
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        self._probing_since, self._greeting_until = None, now + self._silence_s
         if self.prober is not None:
             self.prober.begin(self._targets, now)
 
@@ -214,23 +211,17 @@ class LinkChecker:
             progress: a count of this rank's steps.
             is_connected: to the host; without it every rank probes, not the first of its node alone.
         """
-        if progress != self._progress:
-            if self._progress >= 0:
-                self._steps_s.append((now - self._progress_at) / max(1, progress - self._progress))
-            self._progress, self._progress_at = progress, now
-            self._end()
-        self._greet(now)
-        stall_s = max(_STALL_SHARE * self._silence_s, _STALL_STEPS * min(self._steps_s, default=0.0))
-        if self.prober is None or not self._targets or now - self._progress_at < stall_s:
+        is_stalled = self._is_stalled(progress, now) and (self._is_first or not is_connected)
+        if not is_stalled:
+            self._probing_since = None
+        if self.prober is None or not self._targets:
             return frozenset()
-        if is_connected and not self._is_first:
-            self._end()
-            return frozenset()
-        if self._probing_since is None:
+        if is_stalled and self._probing_since is None:
             self._probing_since = now
             self.prober.begin(self._targets, now)
-        self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
-        if not self.prober.is_answered:
+        if self._is_greeting(self.prober, now) or is_stalled:
+            self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
+        if self._probing_since is None or not self.prober.is_answered:
             return frozenset()
         since, last_reply, misses = self._probing_since, self.prober.last_reply, self.prober.misses
         return frozenset(
@@ -240,43 +231,35 @@ class LinkChecker:
             and misses[node] >= _FEWEST_MISSES
         )
 
-    def reached(self, now: float) -> frozenset[str]:
-        """Return the nodes that a process outside a world waits for, once, when all of them answer; none before."""
-        if not self._is_waiting or self.prober is None:
-            return frozenset()
+    def do_answer(self, now: float) -> bool:
+        """Return True once all nodes answer that a process outside a world waits for."""
+        if self.prober is None:
+            return True
         self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
-        if not self._targets or any(self.prober.answers[node] < _FEWEST_ANSWERS for node in self._targets):
-            return frozenset()
-        self._is_waiting = False
-        self.prober.end()
-        return frozenset(self._targets)
+        return all(self.prober.answers[node] >= _FEWEST_ANSWERS for node in self._targets)
 
-    def _begin_greeting(self, now: float) -> None:
-        self._greeting_since = None
-        if self.prober is not None and self._targets and not self.prober.is_answered:
-            self._greeting_since = now
-            self.prober.begin(self._targets, now)
+    def _is_stalled(self, progress: int, now: float) -> bool:
+        """Return True if the world makes no step for longer than several of its usual ones."""
+        if progress != self._progress:
+            if self._progress >= 0:
+                self._steps_s.append((now - self._progress_at) / max(1, progress - self._progress))
+            self._progress, self._progress_at = progress, now
+        stall_s = max(_STALL_SHARE * self._silence_s, _STALL_STEPS * min(self._steps_s, default=0.0))
+        return now - self._progress_at >= stall_s
 
-    def _greet(self, now: float) -> None:
-        """Send the packets of a greeting that are due, until a node answers or the silence timeout is over."""
-        if self._greeting_since is None or self.prober is None:
-            return
-        self.prober.send(now, _INTERVAL_SHARE * self._silence_s)
-        is_over = now - self._greeting_since > self._silence_s
-        if is_over and not self.prober.is_answered and self._is_first:
+    def _is_greeting(self, prober: Prober, now: float) -> bool:
+        """Return True until a node answers, or none has for the silence timeout."""
+        if self._greeting_until is None or prober.is_answered:
+            return False
+        if now <= self._greeting_until:
+            return True
+        self._greeting_until = None
+        if self._is_first:
             logger.warning(
                 "no node answers UDP packets: allow UDP between the machines of the run, or a link that fails between "
                 "two of them is not recognized"
             )
-        if is_over or self.prober.is_answered:
-            self._greeting_since = None
-            if self._probing_since is None:
-                self.prober.end()
-
-    def _end(self) -> None:
-        if self._probing_since is not None and self.prober is not None:
-            self.prober.end()
-        self._probing_since = None
+        return False
 
 
 _LONGEST_STEP_S = 0.1
@@ -369,7 +352,7 @@ class RendezvousClient:
             state.start_join(is_ready=is_ready, is_spare=is_spare)
             self._carry_out()
             while state.world is former:
-                if is_evicted := state.is_evicted:
+                if returns := state.may_return:
                     state.rename()
                 if state.is_unneeded():
                     raise RunFinished("the others have finished the run, and need this process no more")
@@ -377,7 +360,7 @@ class RendezvousClient:
                     state.leave()
                     self._carry_out()
                     raise Preempted(self.notice)
-                if is_evicted:
+                if returns:
                     self._introduce(self._connection.send)
                 self._check_host(started)
                 state.check_wait(started, self._clock.now)
@@ -565,8 +548,8 @@ class RendezvousClient:
     def _tick(self, now: float) -> None:
         state = self._state
         state.beat(now)
-        if nodes := self._links.reached(now):
-            state.report_reachable(nodes)
+        if state.eviction is not None and state.eviction.probes and self._links.do_answer(now):
+            state.end_probes()
         if state.is_training:
             is_connected = self._connection.is_connected
             unreachable = self._links.unreachable(state.progress, now, is_connected=is_connected)
@@ -603,10 +586,10 @@ class RendezvousClient:
                 self._introduce(self._connection.send, is_full=is_full)
                 return
         with self._changed:
-            state, rejection = self._state, self._state.rejection
+            state, eviction = self._state, self._state.eviction
             state.receive(message, self._clock.now)
-            if state.rejection is not None and state.rejection is not rejection:
-                self._links.wait(state.rejection.probes, self._clock.now)
+            if state.eviction is not None and state.eviction is not eviction:
+                self._links.leave(state.eviction.probes, self._clock.now)
             self._carry_out()
             self._changed.notify_all()
 

@@ -2,8 +2,8 @@
 
 `RendezvousState` registers members, forms worlds, reports why one breaks, and admits newcomers. All of its state can be
 reported again by the members, so a host that was restarted goes on with their world. The decisions are pure functions:
-which members form the next world (`next_world`), who is overdue (`overdue_members`), and which nodes stay if links
-between nodes are dead although both ends reach the host (`largest_clique`). `Clients` has the connections. Times are
+which members form the next world (`next_world`), who is overdue (`overdue_members`), and which stay if links between
+nodes are dead although both ends reach the host (`connected_nodes`). `Clients` has the connections. Times are
 seconds of the host's own clock.
 
 Messages are dictionaries with a kind "t". Who connects is sent "ready". A member registers with "member", and is sent
@@ -11,7 +11,7 @@ Messages are dictionaries with a kind "t". Who connects is sent "ready". A membe
 ends for all its members with "broken": one sends it, or the host does, when a launcher reports "died", when a member is
 overdue and "evicted", or when links stay "unreachable". Each member sends "join" again; those that end, or cannot train
 yet, "leave" or "withdraw". Members of an intact world are sent "waiting", the number of newcomers, and break it between
-two steps to admit them; newcomers are sent "spare" or "kept out" meanwhile. "finish" ends the run, and all are sent
+two steps to admit them; newcomers that are too few are sent "spare" meanwhile. "finish" ends the run, and all are sent
 "finished".
 """
 
@@ -40,7 +40,6 @@ from moe_lightning.elastic.protocol import Message, WireError
 Link = frozenset[str]
 """Two nodes."""
 
-_EXACT_CONFLICTS = 16  # nodes with dead links up to which the largest part is found exactly
 _HANG_MARGIN_S = 2.0  # a process that hangs ends itself first
 
 
@@ -70,7 +69,6 @@ class Member:
         joining_since: time of its join; None while it does not wait for a world.
         has_set_up: it has been in a world, or trains in the next one at once.
         progress: the last count of its steps; -1 if a restarted host does not know it yet.
-        rejected_by: number of the world that rejected it, since it does not reach all its members.
         multiple: the worlds of its run train in multiples of so many members.
         is_spare: it was notified that it waits until there are enough for a multiple.
     """
@@ -86,7 +84,6 @@ class Member:
     joining_since: float | None = None
     has_set_up: bool = False
     progress: int = 0
-    rejected_by: int = 0
     multiple: int = 1
     is_spare: bool = False
 
@@ -145,9 +142,7 @@ class CurrentWorld:
         return {"t": "formed", "number": self.number, "members": members, "probes": probes, "settled": self.has_set_up}
 
 
-def next_world(
-    members: Collection[Member], world: CurrentWorld | None, dead: Collection[Link], now: float
-) -> tuple[str, ...]:
+def next_world(members: Collection[Member], world: CurrentWorld | None, now: float) -> tuple[str, ...]:
     """Return the ids of the world that can form now, oldest first; empty while members are missing or none waits.
 
     A world forms when all live members of the last one have joined; the first of a run when all expected ones have, or
@@ -160,15 +155,14 @@ def next_world(
         return ()
     if world is not None and any(world.holds(m.id) and m.joining_since is None for m in members):
         return ()
-    chosen = connected_members(joining, dead)
     if world is None:
         first = min(joining, key=lambda member: member.joining_since or 0.0)
         waited = now - (first.joining_since or 0.0)
-        if len(chosen) < max(m.expected for m in chosen) and waited < first.timeouts.start_s:
+        if len(joining) < max(m.expected for m in joining) and waited < first.timeouts.start_s:
             return ()
-    known = [member.id for member in chosen if world is not None and world.holds(member.id)]
-    others = sorted({member.id for member in chosen}.difference(known))
-    whole = _round_to_multiple(chosen, len(chosen))
+    known = [member.id for member in joining if world is not None and world.holds(member.id)]
+    others = sorted({member.id for member in joining}.difference(known))
+    whole = _round_to_multiple(joining, len(joining))
     if whole:
         others = others[: max(0, whole - len(known))]
     return tuple(sorted([*known, *others]))
@@ -180,26 +174,18 @@ def _round_to_multiple(members: Collection[Member], count: int) -> int:
     return count // multiple * multiple
 
 
-def admissible_newcomers(members: Iterable[Member], world: CurrentWorld, dead: Collection[Link]) -> list[str]:
-    """Return the waiting members that reach all members of a world, as many as make it a multiple."""
+def admissible_newcomers(members: Iterable[Member], world: CurrentWorld) -> list[str]:
+    """Return the waiting members that a world admits: as many as make it a multiple."""
     waiting = [
         member
         for member in members
         if member.joining_since is not None and member.lost_at is None and member.id not in world.ranks
     ]
-    if waiting and dead:
-        inside = {node_of(member_id) for member_id in world.ids if world.holds(member_id)}
-        waiting = [member for member in waiting if not unreachable_nodes(member.node, inside, dead)]
     if not waiting:
         return []
     size = len(world.ids) - len(world.gone)
     room = _round_to_multiple(waiting, size + len(waiting)) - size
     return sorted(member.id for member in waiting)[: max(0, room)]
-
-
-def unreachable_nodes(node: str, others: Iterable[str], dead: Collection[Link]) -> list[str]:
-    """Return the nodes that a node does not reach."""
-    return sorted(other for other in set(others) if frozenset((node, other)) in dead) if dead else []
 
 
 def overdue_members(
@@ -241,73 +227,29 @@ def _why_overdue(member: Member, world: CurrentWorld | None, now: float, *, othe
     return None
 
 
-def connected_members(members: Collection[Member], dead: Collection[Link]) -> list[Member]:
-    """Return the members of the nodes that stay if some links between nodes are dead."""
-    if not dead:
-        return list(members)
-    facts: dict[str, NodeFacts] = {}
+def connected_nodes(members: Collection[Member], dead: Collection[Link]) -> set[str]:
+    """Return the nodes of these members that stay: one after another, each that reaches all before it.
+
+    First those with the fewest dead links, then those that reach the rendezvous host's machine, then those with the
+    most members, then the oldest.
+    """
+    nodes: dict[str, list[str]] = {}
     for member in members:
-        known = facts.get(member.node)
-        facts[member.node] = NodeFacts(
-            members=1 + (known.members if known else 0),
-            is_local=member.is_local or (known is not None and known.is_local),
-            oldest=min(member.id, known.oldest) if known else member.id,
-        )
-    nodes = largest_clique(facts, dead)
-    return [member for member in members if member.node in nodes]
+        nodes.setdefault(member.node, []).append(member.id)
+    of_host = {member.node for member in members if member.is_local}
+    unreached: dict[str, set[str]] = {node: set() for node in nodes}
+    for one, other in map(tuple, dead):
+        unreached[one].add(other)
+        unreached[other].add(one)
 
+    def order(node: str) -> tuple[int, bool, int, str]:
+        return len(unreached[node]), bool(unreached[node] & of_host), -len(nodes[node]), min(nodes[node])
 
-@dataclass(frozen=True, kw_only=True)
-class NodeFacts:
-    """Facts that decide which of two nodes with a dead link stays.
-
-    Attributes:
-        members: number of its members.
-        is_local: the rendezvous host's machine.
-        oldest: the id of its oldest member.
-    """
-
-    members: int
-    is_local: bool
-    oldest: str
-
-
-def largest_clique(facts: Mapping[str, NodeFacts], dead: Collection[Link]) -> frozenset[str]:
-    """Return the largest set of nodes that all reach each other; among equals the one with the rendezvous host's
-    machine, then with more members, then with the oldest one.
-
-    Exact for up to 16 nodes that have a dead link; beyond, the node with the most dead links stays out until none is
-    left.
-    """
-    nodes = frozenset(facts)
-    cut_off = {node: frozenset(n for link in dead if node in link for n in link if n != node) & nodes for node in nodes}
-    exact = sum(bool(others) for others in cut_off.values()) <= _EXACT_CONFLICTS
-    return _largest(nodes, cut_off, facts, exact=exact)
-
-
-def _largest(
-    nodes: frozenset[str], cut_off: Mapping[str, frozenset[str]], facts: Mapping[str, NodeFacts], *, exact: bool
-) -> frozenset[str]:
-    """Remove either the node with the most dead links, or all nodes that it does not reach."""
-
-    def importance(node: str) -> tuple[int, bool, int, str]:
-        fact = facts[node]
-        return -len(cut_off[node] & nodes), fact.is_local, fact.members, fact.oldest
-
-    worst = min(nodes, key=importance, default=None)
-    if worst is None or not cut_off[worst] & nodes:
-        return nodes
-    without = _largest(nodes - {worst}, cut_off, facts, exact=exact)
-    if not exact:
-        return without
-    alone = _largest(nodes - cut_off[worst], cut_off, facts, exact=exact)
-    return min(without, alone, key=lambda part: _preference([facts[node] for node in part]))
-
-
-def _preference(part: list[NodeFacts]) -> tuple[int, bool, int, list[str]]:
-    """Return a key that is the least for the nodes that stay."""
-    has_host = any(node.is_local for node in part)
-    return -len(part), not has_host, -sum(node.members for node in part), sorted(node.oldest for node in part)
+    staying: set[str] = set()
+    for node in sorted(nodes, key=order):
+        if not unreached[node] & staying:
+            staying.add(node)
+    return staying
 
 
 _DECISION_SHARE = 0.05  # of the silence timeout
@@ -319,14 +261,9 @@ def decision_s(silence_s: float) -> float:
 
 
 class DeadLinks:
-    """Dead links that members of the present world have reported, and those known from former worlds.
-
-    Attributes:
-        known: links that are dead until one of the two nodes reaches the other.
-    """
+    """Dead links that members of the present world have reported."""
 
     def __init__(self) -> None:
-        self.known: set[Link] = set()
         self._reports: dict[str, frozenset[str]] = {}  # member -> nodes
         self._decide_at: float | None = None
 
@@ -336,10 +273,6 @@ class DeadLinks:
         if self._decide_at is None:
             self._decide_at = now + decision_s(member.timeouts.silence_s)
 
-    def clear(self, node: str, others: Iterable[str]) -> None:
-        """Record that a node reaches others again."""
-        self.known -= {frozenset((node, other)) for other in others}
-
     def forget_reports(self, member_id: str | None = None) -> None:
         """Drop the reports of a member that left the world; without one all reports, since the world ended."""
         if member_id is not None:
@@ -348,9 +281,9 @@ class DeadLinks:
         self._reports.clear()
         self._decide_at = None
 
-    def decide(self, inside: Collection[Member], now: float) -> list[tuple[Member, str]]:
-        """Return the members outside the largest clique, each with its dead links as the end of a sentence; none
-        before the first report is `decision_s` old.
+    def decide(self, inside: Collection[Member], now: float) -> list[tuple[Member, list[str]]]:
+        """Return the members that do not stay, each with the nodes of those that do that it does not reach; none before
+        the first report is `decision_s` old.
 
         Args:
             inside: all members of the present world.
@@ -359,28 +292,21 @@ class DeadLinks:
             return []
         nodes = {member.node for member in inside}
         dead = {
-            frozenset((node_of(reporter), node))
-            for reporter, others in self._reports.items()
-            for node in others & nodes
-            if node != node_of(reporter)
+            frozenset((member.node, node))
+            for member in inside
+            for node in self._reports.get(member.id, ())
+            if node in nodes and node != member.node
         }
         silent = {m.node for m in inside if now - m.last_seen > m.timeouts.silence_s / 2 or m.lost_at is not None}
         if any(link & silent for link in dead):
             return []  # a member that is silent to the host too falls under the silence timeout
         self._decide_at = None
-        staying = {member.id for member in connected_members(inside, dead)}
-        self.known |= dead
-        near = {node_of(member_id) for member_id in staying}
-        leaving = [member for member in inside if member.id not in staying]
+        staying = connected_nodes(inside, dead)
         return [
-            (member, describe_dead_links(member.node, unreachable_nodes(member.node, near, dead))) for member in leaving
+            (member, sorted(node for node in staying if frozenset((member.node, node)) in dead))
+            for member in inside
+            if member.node not in staying
         ]
-
-
-def describe_dead_links(node: str, others: Iterable[str]) -> str:
-    """Describe the dead links of a node."""
-    names = ", ".join(others)
-    return f"the link between nodes {node} and {names} is dead, though both reach the rendezvous host"
 
 
 RECONNECT_S = 3.0
@@ -581,7 +507,7 @@ class RendezvousState:
         self._members: dict[str, Member] = {}
         self._expected = 0  # members of the largest run that has introduced itself
         self._unknown = UnknownWorlds()
-        self._evicted: dict[str, str] = {}  # member -> why, in order of time
+        self._evicted: dict[str, Message] = {}  # member -> what it was sent, in order of time
         self._last_number = ended
         self._finished = ended  # number of the newest end of the run, see `ClientState.finish`
         self._announced_end = 0  # that clients know
@@ -637,7 +563,7 @@ class RendezvousState:
                 self.clients.send(connection, t="synced", exists=self.world is not None and not self.world.is_over)
             case {"t": str(kind)} if member is not None:
                 self._receive_from_member(member, kind, message, now)
-            case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "reachable" | "finish"}:
+            case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "finish"}:
                 return  # of a member that has been evicted meanwhile
             case _:
                 raise WireError(f"a message of an unknown kind: {str(message)[:LONGEST_WORD]}")
@@ -663,8 +589,6 @@ class RendezvousState:
             case {"t": "unreachable", "number": int(number), "nodes": list(nodes)} if all(map(is_text, nodes)):
                 if self.world is not None and self.world.number == number and self.world.broken_at is None:
                     self._links.report(member, nodes, now)
-            case {"t": "reachable", "nodes": list(nodes)} if all(map(is_text, nodes)):
-                self._links.clear(member.node, nodes)
             case {"t": "finish", "number": number}:
                 self._record_end(number)
             case _:
@@ -747,10 +671,9 @@ class RendezvousState:
             self._decide_on_links(now)
         if self.world is not None and self.world.is_over:
             self.world = None
-            self._links.known.clear()
         self._ask_for_world(now)
         if now >= self._startup_grace_s and not self._unknown:
-            ids = next_world(self._members.values(), self.world, self._links.known, now)
+            ids = next_world(self._members.values(), self.world, now)
             if ids:
                 self._form(ids, now)
         self._announce_newcomers()
@@ -792,7 +715,7 @@ class RendezvousState:
     def _evict_overdue(self, now: float) -> None:
         others_wait = any(member.joining_since is not None for member in self._members.values())
         for member_id, why in overdue_members(self._members.values(), self.world, now, others_wait=others_wait):
-            self._evict(self._members[member_id], f"{self._describe(member_id)} {why}", 2, now)
+            self._evict(self._members[member_id], f"{self._describe(member_id)} {why}", now)
 
     # ------------------------------------------------------------------ members
 
@@ -833,9 +756,9 @@ class RendezvousState:
         self._expected = max(self._expected, expected)
         self.restore(world, now, reporter=member_id)
         self.clients.send(connection, t="state", finished=self._finished)
-        if (why := self._eviction_reason(member_id, world)) is not None:
-            self._evicted[member_id] = why
-            self.clients.send(connection, t="evicted", reason=why)
+        if (evicted := self._eviction(member_id, world)) is not None:
+            self._evicted[member_id] = evicted
+            self.clients.outbox.append((connection, evicted))
             return
         member = self._members.get(member_id)
         if member is None:
@@ -844,15 +767,14 @@ class RendezvousState:
         member.multiple = parse_multiple(message.get("multiple", 1))
         member.probe, member.is_local, member.last_seen, member.lost_at = parse_endpoint(probe), is_local, now, None
         member.grace_s = 0.0
-        member.rejected_by = 0  # its answer to a rejection may have been lost
         if joins:
             member.joining_since = now if member.joining_since is None else member.joining_since
         member.has_set_up |= is_ready or (world is not None and bool(world))
         self.clients.send_to_launcher(member_id, "arrived")
         self._send_missed(connection, member, world, now)
 
-    def _eviction_reason(self, member_id: str, reported: Any) -> str | None:
-        """Return the reason why a member that registers is evicted; None if it is admitted."""
+    def _eviction(self, member_id: str, reported: Any) -> Message | None:
+        """Return the message to a member that registers and is evicted; None if it is admitted."""
         if member_id in self._evicted:
             return self._evicted[member_id]
         world = self.world
@@ -862,7 +784,7 @@ class RendezvousState:
             was_left = self._finished > 0 and reported["number"] < self._last_number
         else:
             was_left = reported["number"] < world.number and member_id not in world.ranks
-        return "the others continued without this process" if was_left else None
+        return _evicted("the others continued without this process") if was_left else None
 
     def _send_missed(self, connection: int, member: Member, reported: Any, now: float) -> None:
         """Send what a member may have missed while it had no connection."""
@@ -887,18 +809,23 @@ class RendezvousState:
         if (connection := self.clients.members.by_name.get(member.id)) is not None:
             self._unlink(connection)
 
-    def _evict(self, member: Member, reason: str, rating: int, now: float) -> None:
-        """Evict a member, which may register again under another name."""
+    def _evict(self, member: Member, reason: str, now: float, unreached: Iterable[str] = ()) -> None:
+        """Evict a member, which may register again under another name.
+
+        Args:
+            unreached: nodes that must answer its probes before.
+        """
         world = self.world
         if world is not None and world.holds(member.id):
             world.gone.add(member.id)
-            self._break(reason, rating, now)
+            self._break(reason, 2, now)
         self._members.pop(member.id, None)
         self._links.forget_reports(member.id)
-        self._evicted[member.id] = reason
+        probes = {} if world is None else {node: world.probes[node] for node in unreached if node in world.probes}
+        self._evicted[member.id] = _evicted(reason, probes)
         while len(self._evicted) > _MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
-        self.clients.send_to([member.id], {"t": "evicted", "reason": reason})
+        self.clients.send_to([member.id], self._evicted[member.id])
         self.clients.send_to_launcher(member.id, "evicted")
 
     def _record_death(self, token: str, how: str, now: float) -> None:
@@ -967,42 +894,35 @@ class RendezvousState:
     # ------------------------------------------------------------------ links
 
     def _decide_on_links(self, now: float) -> None:
-        """Evict the members outside the largest clique, `decision_s` after the first report."""
+        """Evict the members that do not stay, `decision_s` after the first report."""
         world = self.world
         if world is None or world.broken_at is not None:
             return
-        for member, why in self._links.decide([m for m in self._members.values() if world.holds(m.id)], now):
-            self._evict(member, f"{self._describe(member.id)} was left out: {why}", 2, now)
-
-    def _send_rejection(self, member: Member, world: CurrentWorld) -> None:
-        """Reject a newcomer that does not reach all members, once for each world, and let it probe its links."""
-        inside = [m for m in self._members.values() if world.holds(m.id)]
-        others = unreachable_nodes(member.node, (m.node for m in inside), self._links.known)
-        if others and member.rejected_by != world.number:
-            member.rejected_by = world.number
-            probes = {m.node: list(m.probe) for m in inside if m.node in others and m.probe is not None}
-            self.clients.send_to(
-                [member.id], {"t": "kept out", "reason": describe_dead_links(member.node, others), "probes": probes}
+        for member, nodes in self._links.decide([m for m in self._members.values() if world.holds(m.id)], now):
+            reason = (
+                f"{self._describe(member.id)} was left out: the link between nodes {member.node} and "
+                f"{', '.join(nodes)} is dead, though both reach the rendezvous host"
             )
+            self._evict(member, reason, now, nodes)
 
     def _announce_newcomers(self) -> None:
-        """Send the present world the number of newcomers, and newcomers that it does not admit the reason."""
+        """Send the present world the number of newcomers, and those that it does not admit that they are spare."""
         world = self.world
         if world is None or world.broken_at is not None:
             return
-        waiting = admissible_newcomers(self._members.values(), world, self._links.known)
-        admitted = set(waiting)
+        waiting = admissible_newcomers(self._members.values(), world)
+        admitted = {*waiting, *world.ranks}
         for member in self._members.values():
-            if member.joining_since is None or member.id in world.ranks:
-                continue
-            if self._links.known:
-                self._send_rejection(member, world)
-            if member.id not in admitted and not member.is_spare:
+            if member.joining_since is not None and member.id not in admitted and not member.is_spare:
                 member.is_spare = True
                 self.clients.send_to([member.id], {"t": "spare"})
         if len(waiting) != world.waiting:
             world.waiting = len(waiting)
             self.clients.send_to(world.ids, {"t": "waiting", "count": len(waiting)})
+
+
+def _evicted(reason: str, probes: Mapping[str, tuple[str, int]] | None = None) -> Message:
+    return {"t": "evicted", "reason": reason, "probes": dict(probes or {})}
 
 
 def _broken(world: CurrentWorld) -> Message:

@@ -81,8 +81,8 @@ def play(state: ClientState, event: Any, now: float) -> None:
         case ("abort",):
             state.abort("felt", now)
         case ("evicted",):
-            state.receive({"t": "evicted", "reason": "silent"}, now)
-        case ("rename",) if state.is_evicted:
+            state.receive({"t": "evicted", "reason": "silent", "probes": {}}, now)
+        case ("rename",) if state.may_return:
             state.rename()
         case ("beat",):
             state.beat(now)
@@ -217,10 +217,13 @@ def test_waiting_has_limits() -> None:
     state.check_wait(0.0, 60.0)
     with pytest.raises(WorldTooSmall, match="no world within 60 s"):
         state.check_wait(0.0, 60.1)
-    state.receive({"t": "kept out", "reason": "the link is dead", "probes": {"node-1": ["10.0.0.1", 7]}}, 10.0)
+    state.receive({"t": "evicted", "reason": "the link is dead", "probes": {"node-1": ["10.0.0.1", 7]}}, 10.0)
+    assert not state.may_return
     with pytest.raises(ConfigurationError, match="the link is dead: repair it"):
         state.check_wait(9.0, 19.1)
-    state.report_reachable(["node-1"])
+    state.end_probes()
+    assert state.may_return
+    state.rename()
     state.check_wait(9.0, 19.1)
     state.receive({"t": "spare"}, 0.0)
     state.check_wait(0.0, 1e6)

@@ -87,6 +87,16 @@ def test_the_first_rank_of_a_node_probes_for_all_that_reach_the_host() -> None:
     prober.close()
 
 
+def test_who_was_left_out_returns_when_its_packets_are_answered() -> None:
+    watch, prober = LinkChecker(SILENCE_S), Lossy(1.0)
+    watch.use(prober, 0.0)
+    watch.leave({"b": prober.endpoint}, 0.0)
+    assert not any(watch.do_answer(tick * _TICK_S) for tick in range(100))
+    prober.lost = 0.0
+    assert any(watch.do_answer(10.0 + tick * _TICK_S) for tick in range(20))
+    prober.close()
+
+
 def test_where_udp_never_passes_no_link_is_dead(caplog: pytest.LogCaptureFixture) -> None:
     watch, prober = LinkChecker(SILENCE_S), Lossy(1.0, is_answered=False)
     watch.enter({"b": prober.endpoint}, 0.0, is_first=True)
