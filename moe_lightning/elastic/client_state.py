@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_lightning.elastic.membership import ElasticTask, Members, hang_limit_s, new_member_id, pack_ids, unpack_ids
+from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id, pack_ids, unpack_ids
 from moe_lightning.elastic.protocol import Message
 from moe_lightning.errors import ConfigurationError
 
@@ -357,9 +357,14 @@ class ClientState:
         return None if world is None or world.is_left else world.broken_at
 
     def exceeded_limit_s(self, now: float) -> float | None:
-        """Return the time that the main thread had to return from a broken world, if it is over; else None."""
+        """Return the time that the main thread had to return from a broken world, if it is over; else None.
+
+        Before its first step it has the longer one: that is slow, and cannot be interrupted.
+        """
         since, settings = self.awaited_since, self._task.settings
-        limit_s = hang_limit_s(settings.hang_timeout_s, settings.start_timeout_s, self.progress)
+        limit_s = settings.hang_timeout_s
+        if self.progress == 0:
+            limit_s = max(limit_s, settings.start_timeout_s)
         return limit_s if since is not None and now - since >= limit_s else None
 
     # ------------------------------------------------------------------

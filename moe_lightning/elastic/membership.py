@@ -285,7 +285,7 @@ class ElasticSettings:
     @property
     def patience(self) -> list[float]:
         """Timeouts in the order of `rendezvous_state.parse_timeouts`."""
-        return [self.heartbeat_timeout_s, self.silence_timeout_s, self.hang_timeout_s, self.start_timeout_s]
+        return [self.heartbeat_timeout_s, self.silence_timeout_s, self.start_timeout_s]
 
     def heartbeat_interval_s(self, ranks: int) -> float:
         """Return the interval between two heartbeats of a client of the rendezvous host in a run of so many ranks: up
@@ -301,14 +301,6 @@ class ElasticSettings:
             )
         if self.notice_url is not None and not self.notice_url.startswith(("http://", "https://")):
             raise ConfigurationError(f"notice_url={self.notice_url!r} must begin with http:// or https://")
-
-
-def hang_limit_s(hang_s: float, start_s: float, progress: int) -> float:
-    """Return the time that a member that has reported so many steps has to rejoin after its world broke.
-
-    Before its first step it has the longer one: that is slow, and cannot be interrupted.
-    """
-    return hang_s if progress else max(hang_s, start_s)
 
 
 def new_token() -> str:

@@ -28,7 +28,6 @@ from typing import Any
 from moe_lightning.elastic.health import NodeHealth, judged
 from moe_lightning.elastic.membership import (
     HEARTBEAT_S,
-    hang_limit_s,
     launcher_of,
     node_of,
     pack_ids,
@@ -40,8 +39,6 @@ from moe_lightning.elastic.protocol import Message, WireError
 Link = frozenset[str]
 """Two nodes."""
 
-_HANG_MARGIN_S = 2.0  # a process that hangs ends itself first
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
@@ -49,7 +46,6 @@ class Timeouts:
 
     heartbeat_s: float
     silence_s: float
-    hang_s: float
     start_s: float
 
 
@@ -221,10 +217,7 @@ def _why_overdue(member: Member, world: CurrentWorld | None, now: float, *, othe
         silent_since = max(silent_since, world.progress_at)
     if now - silent_since > timeouts.silence_s:
         return f"stopped answering for {timeouts.silence_s:.1f} s"
-    hang_s = hang_limit_s(timeouts.hang_s, timeouts.start_s, member.progress)
-    if broken_at is not None and member.joining_since is None and now - broken_at > hang_s + _HANG_MARGIN_S:
-        return f"did not come back within {hang_s:g} s after its world broke"
-    return None
+    return None  # a process that hangs ends itself
 
 
 def connected_nodes(members: Collection[Member], dead: Collection[Link]) -> set[str]:
@@ -337,9 +330,10 @@ def parse_timeouts(values: list[Any]) -> Timeouts:
     Raises:
         WireError: they are malformed.
     """
-    if len(values) != 4 or not all(type(v) in (int, float) and math.isfinite(v) and v > 0 for v in values):
+    if len(values) != 3 or not all(type(v) in (int, float) and math.isfinite(v) and v > 0 for v in values):
         raise WireError("malformed timeouts")
-    return Timeouts(**dict(zip(("heartbeat_s", "silence_s", "hang_s", "start_s"), map(float, values), strict=True)))
+    heartbeat_s, silence_s, start_s = map(float, values)
+    return Timeouts(heartbeat_s=heartbeat_s, silence_s=silence_s, start_s=start_s)
 
 
 def parse_multiple(value: object) -> int:

@@ -33,8 +33,8 @@ from moe_lightning.elastic.rendezvous_state import (
     overdue_members,
 )
 
-TIMEOUTS = Timeouts(heartbeat_s=0.5, silence_s=5.0, hang_s=10.0, start_s=120.0)
-TIMES = [0.5, 5.0, 10.0, 120.0]
+TIMEOUTS = Timeouts(heartbeat_s=0.5, silence_s=5.0, start_s=120.0)
+TIMES = [0.5, 5.0, 120.0]
 
 
 def member(name: str, **facts: object) -> Member:
@@ -101,10 +101,7 @@ def test_a_standing_world_lets_in_whom_it_has_a_place_for() -> None:
         ({"lost_at": 0.0}, 1.0, 0.0, 1.4, None),
         ({"lost_at": 0.0}, 1.0, 0.0, 1.6, "lost its connection and did not come back"),
         ({"lost_at": 0.0, "grace_s": 3.0}, 1.0, 0.0, 3.9, None),  # the host was started anew
-        ({"last_seen": 12.9, "progress": 1}, 1.0, 0.0, 13.1, "did not come back within 10 s after its world broke"),
-        ({"last_seen": 12.9}, 1.0, 0.0, 13.1, None),  # its first step may be slow: kernels compile
-        ({"last_seen": 122.9}, 1.0, 0.0, 123.1, "did not come back within 120 s after its world broke"),
-        ({"last_seen": 12.9, "joining_since": 2.0}, 1.0, 0.0, 13.1, None),
+        ({"last_seen": 12.9, "progress": 1}, 1.0, 0.0, 13.1, None),  # a process that hangs ends itself
     ],
 )
 def test_whom_nobody_waits_for(
@@ -441,7 +438,7 @@ def test_a_launcher_that_connects_learns_of_its_workers() -> None:
 def test_a_malformed_world_changes_nothing() -> None:
     crowd = Crowd()
     with pytest.raises(WireError):
-        crowd.roster.restore(world_of("a", "b", patience=[1, -1, 1, 1]), 0.0)
+        crowd.roster.restore(world_of("a", "b", patience=[1, -1, 1]), 0.0)
     assert crowd.roster.world is None
     crowd.join(1, "c")
     assert crowd.last(1, "formed") is not None

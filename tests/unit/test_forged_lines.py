@@ -114,9 +114,9 @@ def test_a_forged_parity_is_one_sentence(made: Node) -> None:
             protected_tables(SnapshotIndex(**{**vars(table), "extra": {"tables": tables}}))
 
 
-WORLD = {"number": 5, "ids": ["a.0.x", "a.1.y"], "patience": [1.0, 2.0, 3.0, 4.0]}
+WORLD = {"number": 5, "ids": ["a.0.x", "a.1.y"], "patience": [1.0, 2.0, 3.0]}
 MEMBER: Message = {
-    "t": "member", "id": "a.0.x", "expected": 2, "patience": [1.0, 2.0, 3.0, 4.0], "probe": ["127.0.0.1", 80],
+    "t": "member", "id": "a.0.x", "expected": 2, "patience": [1.0, 2.0, 3.0], "probe": ["127.0.0.1", 80],
     "joining": True, "ready": True, "number": 0, "world": WORLD,
 }  # fmt: skip
 LINES: list[Message] = [
