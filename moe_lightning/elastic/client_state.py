@@ -109,7 +109,7 @@ class ClientState:
         guarded: the one that was guarded last.
         eviction: of this process; None while it is a member.
         progress: count of its steps.
-        world_exists: answer of the host to `ask_for_world`; None without one.
+        world_exists: the run had a world when this process registered last; None before it has.
         outbox: messages for the host, in order.
         broken: numbers of worlds whose waits must end.
     """
@@ -219,11 +219,6 @@ class ClientState:
         since = self._waiting_since
         return since is not None and now - since >= self._task.settings.join_window_s
 
-    def ask_for_world(self) -> None:
-        """Ask the host if a world exists."""
-        self.world_exists = None
-        self._send(t="sync")
-
     def leave(self) -> None:
         """Leave for good."""
         self.world = self.guarded = None
@@ -235,11 +230,6 @@ class ClientState:
         self.eviction = None
 
     # ------------------------------------------------------------------ the host
-
-    @property
-    def has_registered(self) -> bool:
-        """True if the host has ever answered."""
-        return self._finishes.before is not None
 
     def introduction(self, probe: Endpoint | None, *, is_full: bool = False) -> Message:
         """Return the message that registers this process, on a new connection or under a new name.
@@ -269,12 +259,13 @@ class ClientState:
             WireError: it is malformed.
         """
         match message:
-            case {"t": "state" | "finished", "finished": int(finished)}:
+            case {"t": "state", "finished": int(finished), "exists": bool(exists)}:
                 self._finishes.newest = max(self._finishes.newest, finished)
                 if self._finishes.before is None:
                     self._finishes.before = finished
-            case {"t": "synced", "exists": bool(exists)}:
                 self.world_exists = exists
+            case {"t": "finished", "finished": int(finished)}:
+                self._finishes.newest = max(self._finishes.newest, finished)
             case {
                 "t": "formed", "number": int(number), "members": list(packed), "probes": dict(probes),
                 "settled": bool(has_set_up),

@@ -164,7 +164,7 @@ class Membership(Protocol):
     def notice(self) -> str | None: ...
 
     def world_exists(self) -> bool:
-        """Return True if this run has a world already."""
+        """Return True if this run had a world already when this process registered."""
 
     def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
         """Leave the former world and wait for the next one, whose processes all get the same members. A spare process

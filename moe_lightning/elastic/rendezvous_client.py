@@ -384,23 +384,17 @@ class RendezvousClient:
             return is_early
 
     def world_exists(self) -> bool:
-        """Return True if this run has a world already, which a process that has not joined yet would enter.
+        """Return True if this run had a world already when this process registered.
 
         Raises:
             ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or refuses this process.
         """
         with self._changed:
-            while True:
-                started = self._clock.now
-                while not self._connection.is_connected:
-                    self._check_host(started)
-                    self._changed.wait(_LOOK_S)
-                self._state.ask_for_world()
-                self._carry_out()
-                while self._state.world_exists is None and self._connection.is_connected:
-                    self._changed.wait(_LOOK_S)
-                if (answer := self._state.world_exists) is not None:
-                    return answer
+            started = self._clock.now
+            while (answer := self._state.world_exists) is None:
+                self._check_host(started)
+                self._changed.wait(_LOOK_S)
+            return answer
 
     def guard(self, members: Members, abort: Callable[[], None]) -> None:
         """Watch a world until it breaks or the next one is guarded.
@@ -500,7 +494,7 @@ class RendezvousClient:
         if link.is_connected:
             return
         host = link.host
-        if link.is_refused and not self._state.has_registered:
+        if link.is_refused and self._state.world_exists is None:
             raise ConfigurationError(f"the rendezvous host at {host.address} refuses this process: {host.error}")
         if self._clock.now - max(started, link.lost_at or 0.0) > limit:
             raise ConfigurationError(

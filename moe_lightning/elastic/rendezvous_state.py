@@ -553,8 +553,6 @@ class RendezvousState:
             case {"t": "alive", "progress": int(progress)}:  # a heartbeat that its launcher has answered
                 if member is not None:
                     self._record_progress(member, progress, now)
-            case {"t": "sync"}:
-                self.clients.send(connection, t="synced", exists=self.world is not None and not self.world.is_over)
             case {"t": str(kind)} if member is not None:
                 self._receive_from_member(member, kind, message, now)
             case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "finish"}:
@@ -749,7 +747,8 @@ class RendezvousState:
         self.clients.members.add(connection, member_id)
         self._expected = max(self._expected, expected)
         self.restore(world, now, reporter=member_id)
-        self.clients.send(connection, t="state", finished=self._finished)
+        exists = self.world is not None and not self.world.is_over
+        self.clients.send(connection, t="state", finished=self._finished, exists=exists)
         if (evicted := self._eviction(member_id, world)) is not None:
             self._evicted[member_id] = evicted
             self.clients.outbox.append((connection, evicted))

@@ -180,7 +180,7 @@ def test_a_late_message_of_a_former_world_changes_nothing() -> None:
 
 def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
     state = client()
-    state.receive({"t": "state", "finished": 2}, 0.0)
+    state.receive({"t": "state", "finished": 2, "exists": True}, 0.0)
     state.start_join(is_ready=True, is_spare=False)
     assert not state.is_unneeded()
     state.receive({"t": "finished", "finished": 3}, 0.0)
@@ -203,7 +203,7 @@ def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
 def test_each_run_that_a_process_finishes_in_one_world_has_a_number_of_its_own() -> None:
     """A process that registered between two of them learns of the second one's end."""
     state = client()
-    state.receive({"t": "state", "finished": 0}, 0.0)
+    state.receive({"t": "state", "finished": 0, "exists": False}, 0.0)
     state.receive(formed(state, 5, PEERS), 0.0)
     for number in (5, 6):
         state.finish()

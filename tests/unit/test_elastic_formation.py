@@ -612,7 +612,7 @@ def test_the_end_of_a_run_outlives_its_host(teller: str) -> None:
         second.say(3, {"t": "launcher", "token": "token", "expected": 2, "finished": number, "world": number})
     assert second.last(2, "finished") == {"t": "finished", "finished": number, "world": number}
     second.join(4, "c")
-    assert second.last(4, "state") == {"t": "state", "finished": number}
+    assert second.last(4, "state") == {"t": "state", "finished": number, "exists": True}
     assert second.worlds[4][0] > number
 
 

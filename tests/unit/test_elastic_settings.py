@@ -419,8 +419,9 @@ def test_the_end_of_a_run_is_not_lost_with_the_host(tmp_path: Path) -> None:
     """It is restarted after the last step; another process that waits to join ends, too."""
     with RendezvousServer(bind="127.0.0.1:0", secret_file=tmp_path / "secret") as host:
         task = ElasticTask(address=str(host.address), secret_file=str(host.secret_file), node="a")
-        one, two = RendezvousClient(task), RendezvousClient(replace(task, node="b"))
+        one = RendezvousClient(task)
         one.join(is_ready=True)
+        two = RendezvousClient(replace(task, node="b"))
         assert two.world_exists()
     one.finish()
     closing = threading.Thread(target=one.close)

@@ -121,7 +121,7 @@ MEMBER: Message = {
 }  # fmt: skip
 LINES: list[Message] = [
     MEMBER, {"t": "launcher"}, {"t": "died", "token": "x", "how": "y"}, {"t": "beat", "progress": 1},
-    {"t": "sync"}, {"t": "join", "ready": True}, {"t": "leave"}, {"t": "withdraw", "reason": "r"},
+    {"t": "join", "ready": True}, {"t": "leave"}, {"t": "withdraw", "reason": "r"},
     {"t": "broken", "number": 5, "reason": "r"}, {"t": "unreachable", "number": 5, "nodes": ["a"]},
     {"t": "finish", "number": "x"}, {"kind": "formed", "ids": ["x"]},
     {"t": "formed", "number": 9, "ids": ["x"]}, {},
