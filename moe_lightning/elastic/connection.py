@@ -135,10 +135,6 @@ class RendezvousStore(Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", [key]))
 
-    @override
-    def num_keys(self) -> int:
-        return int(self._ask("count", ["any"]))
-
     def _ask(self, op: str, keys: Sequence[str], value: str = "", *, limit: timedelta | None = None) -> Any:
         seconds = (self._limit if limit is None else limit).total_seconds()
         number, answer = next(self._numbers), Future[Any]()

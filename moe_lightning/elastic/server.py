@@ -445,11 +445,10 @@ def listen(bind: str) -> socket.socket:
 
 _LONGEST_KEY = 1024
 _MOST_BYTES = 64 << 20
-_MOST_WAITS = 256  # of one connection
 
 
 class WorldStore:
-    """Keys of the newest world; requests for missing keys are answered when the keys are set.
+    """Keys of the newest world; requests for missing keys are answered when the keys are set, or the world ends.
 
     Args:
         outbox: gets (connection, answer), in order.
@@ -462,8 +461,7 @@ class WorldStore:
         self._number = 0
         self._values: dict[str, str] = {}
         self._bytes = 0
-        self._waits: dict[str, dict[tuple[int, int], Message]] = {}  # a missing key -> (connection, n) -> request
-        self._open: dict[int, dict[int, str]] = {}  # connection -> n of each request that waits -> its missing key
+        self._waits: dict[str, list[tuple[int, Message]]] = {}  # a missing key -> connections and their requests
         self.outbox = outbox
 
     def begin(self, number: int) -> None:
@@ -473,23 +471,9 @@ class WorldStore:
         self._number, self._bytes = number, 0
         self._values.clear()
         for waits in self._waits.values():
-            for (connection, _), request in waits.items():
+            for connection, request in waits:
                 self._refuse(connection, request)
         self._waits.clear()
-        self._open.clear()
-
-    def forget(self, connection: int) -> None:
-        """Drop the requests of a closed connection."""
-        for n in list(self._open.get(connection, ())):
-            self._drop(connection, n)
-        self._open.pop(connection, None)
-
-    def _drop(self, connection: int, n: int) -> None:
-        """Drop a request that waits."""
-        key = self._open[connection].pop(n)
-        self._waits[key].pop((connection, n), None)
-        if not self._waits[key]:
-            del self._waits[key]
 
     def receive(self, connection: int, request: Message) -> None:
         """Handle a request `{"t": "store", "n": int, "number": world, "op": name, "keys": [...], "value": text}`.
@@ -508,13 +492,11 @@ class WorldStore:
             self._refuse(connection, request)
         elif op in ("get", "wait"):
             self._answer_read(connection, request)
-            waits = self._open.get(connection, {})
-            if len(waits) > _MOST_WAITS:  # the client has given the oldest up, and does not say so
-                self._drop(connection, next(iter(waits)))
         else:
             self._answer(connection, request, self._apply(op, keys, value))
             if keys[0] in self._values:
-                self._serve_waits(keys[0])
+                for waiting in self._waits.pop(keys[0], ()):
+                    self._answer_read(*waiting)
 
     def _apply(self, op: str, keys: list[str], value: str) -> Any:
         key = keys[0]
@@ -539,8 +521,6 @@ class WorldStore:
                 former = self._values.pop(key, None)
                 self._bytes -= 0 if former is None else len(key) + len(former)
                 return former is not None
-            case "count":
-                return len(self._values)
         raise WireError("an unknown operation of the store")
 
     def _set(self, key: str, value: str) -> None:
@@ -549,18 +529,12 @@ class WorldStore:
             raise WireError(f"more than {_MOST_BYTES} bytes in the store")
         self._values[key], self._bytes = value, nbytes
 
-    def _serve_waits(self, key: str) -> None:
-        for (connection, n), request in self._waits.pop(key, {}).items():
-            self._open[connection].pop(n, None)  # a client may use a number twice
-            self._answer_read(connection, request)
-
     def _answer_read(self, connection: int, request: Message) -> None:
         """Answer a get or a wait if all its keys are set; else let it wait for a missing one."""
         keys = request["keys"]
         missing = next((key for key in keys if key not in self._values), None)
         if missing is not None:
-            self._waits.setdefault(missing, {})[connection, request["n"]] = request
-            self._open.setdefault(connection, {})[request["n"]] = missing
+            self._waits.setdefault(missing, []).append((connection, request))
             return
         self._answer(connection, request, self._values[keys[0]] if request["op"] == "get" else True)
 
@@ -607,7 +581,6 @@ class RendezvousService:
     def disconnect(self, client: int, now: float) -> None:
         """Record that a connection has ended."""
         self._state.disconnect(client, now)
-        self._store.forget(client)
 
     def decide(self, now: float) -> bool:
         """Make the decisions that are due; return False if this host must form no more worlds."""

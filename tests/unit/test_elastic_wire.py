@@ -185,7 +185,6 @@ KEYS = st.sampled_from("abc")
 STEPS = st.one_of(
     st.tuples(st.just("wait"), st.integers(0, 3), st.lists(KEYS, min_size=1, max_size=3)),
     st.tuples(st.sampled_from(["get", "set", "add", "check", "delete"]), st.integers(0, 3), KEYS.map(list)),
-    st.tuples(st.just("close"), st.integers(0, 3), st.just([])),
 )
 
 
@@ -197,15 +196,8 @@ def ask(store: WorldStore, connection: int, op: str, keys: list[str], n: int = 0
 def test_a_request_waits_until_all_its_keys_are_set(steps: list[tuple[str, int, list[str]]]) -> None:
     store, present, waiting = WorldStore([]), set[str](), dict[int, tuple[int, list[str]]]()
     store.begin(7)
-    newest = dict(zip(range(4), range(4), strict=True))  # a connection that is closed never comes again
-    for n, (op, client, keys) in enumerate(steps):
-        connection = newest[client]
+    for n, (op, connection, keys) in enumerate(steps):
         store.outbox.clear()
-        if op == "close":
-            store.forget(connection)
-            newest[client] += 4
-            waiting = {number: wait for number, wait in waiting.items() if wait[0] != connection}
-            continue
         ask(store, connection, op, keys, n)
         present = present | {*keys} if op in ("set", "add") else present - {*keys} if op == "delete" else present
         waiting[n] = connection, keys
@@ -238,25 +230,6 @@ def test_a_key_that_nobody_waits_for_costs_nothing_for_those_who_wait_for_anothe
     assert Counted.looks == asked
     ask(store, 0, "set", ["id"])
     assert [connection for connection, answer in store.outbox if answer["value"] is True] == [*range(100)]
-
-
-def test_waits_of_one_connection_are_bounded() -> None:
-    store = WorldStore([])
-    store.begin(7)
-    for n in range(300):  # a client that gives up does not say so
-        ask(store, 0, "wait", ["a" if n % 2 else "b"], n)
-    ask(store, 1, "set", ["a"])
-    ask(store, 1, "set", ["b"])
-    assert sorted(answer["n"] for connection, answer in store.outbox if connection == 0) == [*range(300 - 256, 300)]
-    assert not store._waits
-
-
-def test_requests_of_a_closed_connection_are_dropped() -> None:
-    store = WorldStore([])
-    store.begin(7)
-    ask(store, 0, "wait", ["a"])
-    store.forget(0)
-    assert not store._waits
 
 
 def test_deleting_what_is_not_there_gives_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
