@@ -306,9 +306,6 @@ class ServerThread:
         except (OSError, WireError) as error:
             logger.debug("the connection from %s: %s", connection.peer or "this machine", error)
             self._close(number)
-        except Exception:  # a defect that one client found shall not end the others' host
-            logger.exception("the connection from %s is given up", connection.peer or "this machine")
-            self._close(number)
 
     def _admit(self, number: int) -> None:
         """Count a connection among the authenticated ones; one that waits may take its place."""
@@ -585,10 +582,7 @@ class RendezvousService:
     def decide(self, now: float) -> bool:
         """Make the decisions that are due; return False if this host must form no more worlds."""
         former = self._state.world
-        try:
-            self._state.tick(now)
-        except Exception:  # a defect in one decision shall not stop answers and the store of a world that trains
-            logger.exception("the rendezvous host could not decide")
+        self._state.tick(now)
         world = self._state.world
         if world is not None and world is not former and self._commit is not None and not self._commit(world):
             self.outbox.clear()  # nobody learns of it
