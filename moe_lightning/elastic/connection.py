@@ -42,7 +42,6 @@ from moe_lightning.elastic.protocol import (
     Refused,
     WakingSelector,
     WireError,
-    boot_id,
     describe_error,
     encode,
     read_secret,
@@ -449,15 +448,13 @@ class _Facts:
     """Facts that a launcher reports again to a host that is restarted or elected.
 
     Attributes:
-        machine: its node, and the boot of its machine; empty if one is unknown.
+        health: of its machine; None if that is not compared.
         deaths: of its workers.
-        health: of its machine.
         end: number of the newest end of the run, and of the newest world then, as the host sent them.
     """
 
-    machine: list[str]
+    health: NodeHealth | None
     deaths: list[Message] = field(default_factory=list)
-    health: NodeHealth | None = None
     end: Message = field(default_factory=dict)
 
 
@@ -472,10 +469,11 @@ class LauncherClient:
         token: name of this launcher; by default a new one.
         locate: returns the present address of a rendezvous host that moves; None if it stays.
         relays: its workers connect to the host through it.
-        node: of its workers, which the host refuses if it is another machine's; None: it is not compared.
+        health: of this machine, for the host to compare it with others; None: it is not compared.
 
     Attributes:
         token: as given; the tokens of its workers begin with it.
+        health: as given, with the host's verdict.
         relay: for its workers; None if they connect to the host themselves.
 
     Raises:
@@ -493,14 +491,14 @@ class LauncherClient:
         *,
         locate: Callable[[], Address] | None = None,
         relays: bool = False,
-        node: str | None = None,
+        health: NodeHealth | None = None,
     ) -> None:
         self._locate, self._settings, self._expected = locate, settings, expected
         self.token = token or new_token()
         self._clock = ProcessClock()
         self._lock = threading.Lock()
-        boot = boot_id()
-        self._facts = _Facts(machine=[node, boot] if node and boot else [])
+        self.health = health
+        self._facts = _Facts(health=health)
         self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._known = threading.Event()
         self._closed = threading.Event()
@@ -548,27 +546,6 @@ class LauncherClient:
             self._facts.deaths = [*self._facts.deaths[-_MOST_DEATHS:], message]
             self._connection.send(message)
 
-    def judge(self, health: NodeHealth) -> NodeHealth:
-        """Report this machine's health, and return it with the host's verdict; other messages until then are dropped.
-
-        Raises:
-            ConfigurationError: the host does not answer within `rendezvous_timeout_s`.
-        """
-        with self._lock:
-            self._facts.health = health
-            self._send_health()
-        limit = self._settings.rendezvous_timeout_s
-        try:
-            while True:
-                match self._received.get(timeout=limit):
-                    case {"t": "health", "refused": str(refused), "clock_offset_s": float(offset_s)}:
-                        return replace(health, refused=refused, clock_offset_s=offset_s)
-        except queue.Empty:
-            raise ConfigurationError(
-                f"the rendezvous host at {self.address} has not admitted this machine within {limit:g} s "
-                f"({self.error or 'it does not answer'}): see that it has the same version, and start this again"
-            ) from None
-
     def read(self) -> list[Message]:
         """Return the messages since the last call."""
         return [self._received.get() for _ in range(self._received.qsize())]
@@ -596,22 +573,25 @@ class LauncherClient:
 
     def _introduce(self, send: Callable[[Message], None]) -> None:
         with self._lock:
-            about = {"expected": self._expected, "machine": self._facts.machine}
-            send({"t": "launcher", "token": self.token, **about, **self._facts.end})
-            self._send_health()
+            health = None if self._facts.health is None else {"time_s": time.time(), **asdict(self._facts.health)}
+            send(
+                {"t": "launcher", "token": self.token, "expected": self._expected, "health": health, **self._facts.end}
+            )
             for message in self._facts.deaths:
                 self._connection.send(message)
-        self._known.set()
-
-    def _send_health(self) -> None:
-        if self._facts.health is not None:
-            self._connection.send({"t": "health", "time_s": time.time(), **asdict(self._facts.health)})
+        if health is None:
+            self._known.set()
 
     def _handle(self, message: Message) -> None:
         if message["t"] == "finished" and message["finished"] > self._facts.end.get("finished", 0):
             self._facts.end = {"finished": message["finished"], "world": message["world"]}
-        if self.relay is None or not self.relay.takes(message):
-            self._received.put(message)
+        if self.relay is not None and self.relay.takes(message):
+            return
+        match message:
+            case {"t": "health", "refused": str(refused), "clock_offset_s": float(offset_s)} if self.health is not None:
+                self.health = replace(self.health, refused=refused, clock_offset_s=offset_s)
+                self._known.set()
+        self._received.put(message)
 
     def _run(self) -> None:
         next_beat = 0.0

@@ -23,6 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from moe_lightning.elastic.protocol import boot_id
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text, replace_text
 from moe_lightning.parallel.collectives import all_gather_json, different_versions, failing_together, versions
@@ -55,6 +56,7 @@ class NodeHealth:
 
     Attributes:
         node: its name.
+        boot: name that its kernel has given itself, which tells machines of one name apart.
         memory_gb_s: bandwidth of its memory, read and written, in 1e9 bytes per second.
         disk_mb_s: of writing a file of the run and reading it back, in 1e6 bytes per second.
         shm_gib: free space of /dev/shm, which holds snapshots; 0 without one.
@@ -64,6 +66,7 @@ class NodeHealth:
     """
 
     node: str
+    boot: str
     memory_gb_s: float
     disk_mb_s: float
     shm_gib: float
@@ -80,11 +83,12 @@ class NodeHealth:
         """
         match value:
             case {
-                "node": str(node), "memory_gb_s": float(memory), "disk_mb_s": float(disk), "shm_gib": float(shm),
-                "versions": dict(found), "clock_offset_s": None | float() as offset, "refused": str(refused),
+                "node": str(node), "boot": str(boot), "memory_gb_s": float(memory), "disk_mb_s": float(disk),
+                "shm_gib": float(shm), "versions": dict(found), "clock_offset_s": None | float() as offset,
+                "refused": str(refused),
             } if all(isinstance(word, str) for pair in found.items() for word in pair):  # fmt: skip
                 return cls(
-                    node=node, memory_gb_s=memory, disk_mb_s=disk, shm_gib=shm, versions=found,
+                    node=node, boot=boot, memory_gb_s=memory, disk_mb_s=disk, shm_gib=shm, versions=found,
                     clock_offset_s=offset, refused=refused,
                 )  # fmt: skip
         raise ValueError("malformed health")
@@ -110,6 +114,7 @@ def check_node(node: str, folder: Path) -> NodeHealth:
         shm_gib = about.f_bavail * about.f_frsize / 2**30
     return NodeHealth(
         node=node,
+        boot=boot_id(),
         memory_gb_s=bandwidth_gb_s(torch.device("cpu")),
         disk_mb_s=2 * _FILE_BYTES / disk_s / 1e6,
         shm_gib=shm_gib,
@@ -224,12 +229,16 @@ def judged(nodes: Mapping[int, NodeHealth], newest: int, *, all_may_leave: bool)
     Args:
         nodes: of a run, by the connections of their launchers.
         newest: of them.
-        all_may_leave: nobody trains yet, so a node that came earlier may be the one that is refused.
+        all_may_leave: nobody trains yet, so a node that came earlier may be the one that is refused, and no machine
+            has come anew before its old connection ended.
     """
-    found = zip(nodes.items(), refusals(list(nodes.values())), strict=True)
+    found = dict(zip(nodes, refusals(list(nodes.values())), strict=True))
+    new = nodes[newest]
+    if all_may_leave and any(node.node == new.node and node.boot != new.boot for node in nodes.values()):
+        found[newest] = f"two machines are called {new.node}: give each a name of its own with elastic.node (--node)"
     return {
-        connection: replace(node, refused=why)
-        for (connection, node), why in found
+        connection: replace(nodes[connection], refused=why)
+        for connection, why in found.items()
         if connection == newest or (why and all_may_leave)
     }
 

@@ -32,7 +32,7 @@ from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.connection import LauncherClient
 from moe_lightning.elastic.etcd import EtcdAccess
 from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
-from moe_lightning.elastic.health import NodeHealth, check_node, write_health
+from moe_lightning.elastic.health import check_node, write_health
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, worker_token
 from moe_lightning.elastic.preemption import EXIT_PREEMPTED, EXIT_STOPPED
 from moe_lightning.elastic.protocol import Address, ProcessClock, interface_towards, loopback_of_name, read_secret
@@ -513,7 +513,7 @@ class ElasticLauncher:
                 None if etcd is None else etcd.token,
                 locate=None if etcd is None else lambda: etcd.address,
                 relays=self.rdzv_endpoint is not None,
-                node=None if self.rdzv_endpoint is None else node,
+                health=None if self.rdzv_endpoint is None else health,
             )
             stack.enter_context(closing(client))
             if etcd is not None:
@@ -525,20 +525,11 @@ class ElasticLauncher:
                 expected=expected,
                 settings=self.settings,
             )
-            if health is not None and self.rdzv_endpoint is not None:
-                self._ask_to_join(client, health)
+            if client.health is not None:
+                write_health(client.health, self.log_dir)  # for `moe-train --health`
+                if client.health.refused:
+                    raise ConfigurationError(client.health.refused)
             yield task, client, etcd
-
-    def _ask_to_join(self, client: LauncherClient, health: NodeHealth) -> None:
-        """Let the rendezvous host compare this machine with the others, and leave its row for `moe-train --health`.
-
-        Raises:
-            ConfigurationError: it is refused, also for its name.
-        """
-        judged = client.judge(health)
-        write_health(judged, self.log_dir)
-        if judged.refused:
-            raise ConfigurationError(judged.refused)
 
 
 @dataclass(kw_only=True)

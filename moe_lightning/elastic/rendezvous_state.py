@@ -400,14 +400,12 @@ class Clients:
     Attributes:
         members: by their ids.
         launchers: by their tokens.
-        machines: node and boot of the machine of each launcher.
         outbox: (connection, message) to be sent, in order.
         dropped: connections to be closed.
     """
 
     def __init__(self) -> None:
         self.members, self.launchers = Connections(), Connections()
-        self.machines: dict[int, tuple[str, str]] = {}
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
 
@@ -538,12 +536,9 @@ class RendezvousState:
                 self._record_end(message.get("finished", 0), message.get("world", 0))
                 self._expected = max(self._expected, expected)
                 self.clients.launchers.add(connection, token)
-                match message.get("machine"):
-                    case [str(node), str(boot)]:
-                        self._compare_name(connection, node, boot)
+                if (health := message.get("health")) is not None:
+                    self._judge_node(connection, health)
                 self._send_workers_of(connection, token)
-            case {"t": "health", "time_s": float(time_s)} if connection in self.clients.launchers.names:
-                self._judge_node(connection, message, time_s - self._wall_clock_s())
             case {"t": "died", "token": str(token), "how": str(how)} if connection in self.clients.launchers.names:
                 self._record_death(token, how[:LONGEST_WORD], now)
             case {"t": "beat", "progress": int(progress)}:
@@ -644,7 +639,6 @@ class RendezvousState:
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
         self.clients.launchers.remove(connection)
-        self.clients.machines.pop(connection, None)
         self._nodes.pop(connection, None)
         member = self._members.get(self.clients.members.names.get(connection, ""))
         self._unlink(connection)
@@ -673,27 +667,17 @@ class RendezvousState:
             self._announced_end = self._finished
             self.clients.send_to_all({"t": "finished", "finished": self._finished, "world": self._last_number})
 
-    def _judge_node(self, connection: int, message: Message, clock_offset_s: float) -> None:
+    def _judge_node(self, connection: int, health: Any) -> None:
         """Compare a launcher's node with the others, and answer whether it may join."""
         try:
-            self._nodes[connection] = replace(NodeHealth.parse(message), clock_offset_s=clock_offset_s)
-        except ValueError as error:
-            raise WireError(str(error)) from None
+            offset_s = float(health["time_s"]) - self._wall_clock_s()
+            self._nodes[connection] = replace(NodeHealth.parse(health), clock_offset_s=offset_s)
+        except (ValueError, TypeError, LookupError):
+            raise WireError("malformed health") from None
         for launcher, node in judged(self._nodes, connection, all_may_leave=self.world is None).items():
             self.clients.send(launcher, t="health", refused=node.refused, clock_offset_s=node.clock_offset_s)
             if node.refused:
                 del self._nodes[launcher]
-
-    def _compare_name(self, connection: int, node: str, boot: str) -> None:
-        """Refuse a launcher whose node has the name of another machine's, while nobody trains: ranks of one node count
-        as lost together and share files and memory. Later a machine may come anew before its old connection ends.
-        """
-        others = self.clients.machines.values()
-        if self.world is None and any(name == node and boot != other for name, other in others):
-            why = f"two machines are called {node}: give each a name of its own with elastic.node (--node)"
-            self.clients.send(connection, t="health", refused=why, clock_offset_s=0.0)
-        else:
-            self.clients.machines[connection] = node, boot
 
     def _exclude_own_outage(self, now: float) -> None:
         """Exclude an outage of the host itself from all timeouts: it received nothing from any client."""

@@ -333,21 +333,6 @@ def test_who_comes_back_from_an_older_world_is_another_member() -> None:
     assert crowd.last(2, "evicted")["reason"] == "the others continued without this process"
 
 
-def test_machines_of_one_name_do_not_begin_a_run() -> None:
-    crowd = Crowd()
-    for connection, boot in ((1, "x"), (2, "x"), (3, "y")):
-        machine = ["localhost", boot]
-        crowd.say(connection, {"t": "launcher", "token": f"t{connection}", "expected": 3, "machine": machine})
-    assert [crowd.last(connection, "health") for connection in (1, 2)] == [None, None]
-    refusal = crowd.last(3, "health")
-    assert refusal is not None
-    assert refusal["refused"].startswith("two machines are called localhost: give each a name of its own")
-    crowd.roster.disconnect(1, crowd.now)
-    crowd.roster.disconnect(2, crowd.now)
-    crowd.say(4, {"t": "launcher", "token": "t4", "expected": 3, "machine": ["localhost", "y"]})
-    assert crowd.last(4, "health") is None
-
-
 def test_a_launchers_word_frees_the_others_at_once() -> None:
     crowd = Crowd()
     crowd.say(9, {"t": "launcher", "token": "token", "expected": 2})

@@ -36,7 +36,13 @@ EXACT = {torch.float32: 2**24, torch.bfloat16: 2**8}
 
 
 def node(name: str = "n0", **facts: Any) -> NodeHealth:
-    usual: dict[str, Any] = {"memory_gb_s": 20.0, "disk_mb_s": 500.0, "shm_gib": 8.0, "versions": versions()}
+    usual: dict[str, Any] = {
+        "boot": name,
+        "memory_gb_s": 20.0,
+        "disk_mb_s": 500.0,
+        "shm_gib": 8.0,
+        "versions": versions(),
+    }
     return NodeHealth(node=name, **usual | {"clock_offset_s": 0.0} | facts)
 
 
@@ -124,8 +130,10 @@ class Host:
 
     def report(self, connection: int, health: NodeHealth, time_s: float = 1000.0) -> dict[int, str]:
         """The refusals that are answered."""
-        self.state.receive(connection, {"t": "launcher", "token": f"t{connection}", "expected": 1}, 0.0)
-        self.state.receive(connection, {"t": "health", "time_s": time_s, **vars(health)}, 0.0)
+        about = {"time_s": time_s, **vars(health)}
+        self.state.receive(
+            connection, {"t": "launcher", "token": f"t{connection}", "expected": 1, "health": about}, 0.0
+        )
         found = list(self.state.clients.outbox)
         self.state.clients.outbox.clear()
         return {to: message["refused"] for to, message in found if message["t"] == "health"}
@@ -152,6 +160,17 @@ def test_a_bad_node_that_came_first_is_refused_before_the_first_world_and_never_
     assert list(judged(nodes, 1, all_may_leave=False)) == [1]
 
 
+def test_machines_of_one_name_do_not_begin_a_run() -> None:
+    host = Host()
+    assert host.report(0, node("localhost")) == {0: ""}
+    assert host.report(1, node("localhost")) == {1: ""}, "another launcher of it"
+    refusal = host.report(2, node("localhost", boot="another"))[2]
+    assert refusal.startswith("two machines are called localhost: give each a name of its own")
+    for connection in (0, 1):
+        host.state.disconnect(connection, 0.0)
+    assert host.report(3, node("localhost", boot="another")) == {3: ""}
+
+
 def test_a_node_that_has_left_is_not_compared() -> None:
     host = Host()
     host.report(0, node("n0", memory_gb_s=900.0))
@@ -175,9 +194,10 @@ def served(tmp_path: Path) -> Any:
 def test_a_refused_machine_starts_no_worker_and_is_in_the_table(
     served: RendezvousServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    healthy = LauncherClient(served.address, served.secret_file, ElasticSettings())
+    healthy = LauncherClient(served.address, served.secret_file, ElasticSettings(), health=node("good"))
     try:
-        assert healthy.judge(node("good")).refused == ""
+        assert healthy.health is not None
+        assert healthy.health.refused == ""
         slow = node("slow", memory_gb_s=0.5)
         monkeypatch.setattr(launcher, "check_node", lambda name, folder: slow)
         machine = ElasticLauncher(
