@@ -313,7 +313,8 @@ class RendezvousClient:
             handle=self._handle,
             silence_s=task.settings.silence_timeout_s,
         )
-        self._store: RendezvousStore | None = None
+        self._store = RendezvousStore(self._connection.send, 0)
+        self._store.end()  # there is no world yet
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-client", daemon=True)
         self._thread.start()
@@ -326,7 +327,6 @@ class RendezvousClient:
         """Store for building groups, under the prefix `members.name`; a new one after each `join`. `abort` ends every
         wait on it.
         """
-        assert self._store is not None, "join first"
         return self._store
 
     def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
@@ -367,8 +367,7 @@ class RendezvousClient:
                 self._changed.wait(_LOOK_S)
             assert state.world is not None
             members = state.world.members
-            if self._store is not None:
-                self._store.end()
+            self._store.end()
             self._store = RendezvousStore(self._connection.send, members.number)
             if state.world.broken_at is not None:
                 self._store.end()
@@ -486,7 +485,7 @@ class RendezvousClient:
         self._closed.set()
         self._connection.wake()
         self._thread.join(timeout=_GOODBYE_S)
-        self._store = None
+        self._store.end()
 
     def _check_host(self, started: float) -> None:
         """Raise if the host has not answered for too long."""
@@ -509,7 +508,7 @@ class RendezvousClient:
         for message in messages:
             self._connection.send(message)
         for number in state.broken:
-            if self._store is not None and self._store.world <= number:
+            if self._store.world <= number:
                 self._store.end()
             if self._groups.abort is None or state.guarded is None or state.guarded.members.number != number:
                 continue
@@ -528,7 +527,7 @@ class RendezvousClient:
                 losses = self._connection.losses
                 self._connection.step(self._clock.tick(), step_s)
                 with self._changed:
-                    if self._connection.losses != losses and self._store is not None:
+                    if self._connection.losses != losses:
                         self._store.fail_waiting()
                     self._tick(self._clock.tick())
             except Exception:  # this thread must go on: it ends a process that hangs
@@ -573,8 +572,7 @@ class RendezvousClient:
     def _handle(self, message: Message) -> None:
         match message:
             case {"t": "stored"}:
-                if self._store is not None:
-                    self._store.answer(message)
+                self._store.answer(message)
                 return
             case {"t": "introduce", "full": bool(is_full)}:
                 self._introduce(self._connection.send, is_full=is_full)
