@@ -555,20 +555,18 @@ class _Failures:
 
     Attributes:
         restarts: workers that were started again.
-        crash: the first since the last world; None without one.
-        is_unrecovered: a member of the last world crashed, and the others have not formed another one since.
+        crash: the first of a member of the last world, from which the others have not recovered; None without one.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self.restarts = 0
         self.crash: RankFailure | None = None
-        self.is_unrecovered = False
         self._last_signature, self._repeats = "", 0  # of crashes
 
     def begin_world(self) -> None:
         """Forget the crash before a world: the others have recovered from it."""
-        self.crash, self.is_unrecovered = None, False
+        self.crash = None
 
     def add(self, failure: RankFailure, *, is_last: bool, is_member: bool) -> RankFailure:
         """Return a failure, a crash with its traceback only if that is new.
@@ -584,8 +582,8 @@ class _Failures:
             raise RanksFailed(failure)
         if failure.kind == "crash":
             failure = self._count_crash(failure)
-            self.crash = self.crash or failure
-            self.is_unrecovered |= is_member
+            if is_member:
+                self.crash = self.crash or failure
         if failure.kind == "peer" or (failure.kind == "crash" and is_last):
             raise RanksFailed(self.crash or failure)
         return failure
@@ -656,7 +654,7 @@ class _Workers:
         self._began_ns = task.now_ns // 1_000_000 * 1_000_000  # the names of all members are sent to all
         self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
         self._failures = _Failures(launcher.max_restarts)
-        self._ends: dict[int, bool] = {}  # code of workers that ended in order -> it was a member's of the last world
+        self._ends: set[int] = set()  # codes of workers that ended in order, but for those too late for a training
         self._world: frozenset[str] | None = None  # tokens of this machine's workers in the last world
 
     def run(self) -> bool:
@@ -679,19 +677,16 @@ class _Workers:
                 self._end_late_workers()
             self._start_due()
             time.sleep(_ELASTIC_POLL_S)
-        if self._failures.crash is not None and self._failures.is_unrecovered:  # after the training
+        if self._failures.crash is not None:  # after the training
             raise RanksFailed(self._failures.crash)
-        has_left = EXIT_PREEMPTED in self._ends and not self._ends.get(0)
-        if has_left or EXIT_STOPPED in self._ends:  # whatever one says that came too late
-            raise Interrupted(signal.SIGTERM)  # all left on notice, or stopped on a signal to another machine
-        return self._ends.get(0, False)
+        if EXIT_STOPPED in self._ends or self._ends == {EXIT_PREEMPTED}:
+            raise Interrupted(signal.SIGTERM)  # all stopped on a signal to another machine, or left on notice
+        return 0 in self._ends
 
     @property
     def _is_over(self) -> bool:
-        """True if a member ended well or stopped with all others, so the training is over. One that comes too late for
-        one training of a script ends well, too, while the others begin the next.
-        """
-        return any(self._ends.get(code) for code in (0, EXIT_STOPPED))
+        """True if a member ended well or stopped with all others, so the training is over."""
+        return not self._ends.isdisjoint({0, EXIT_STOPPED})
 
     def _start_due(self) -> None:
         """Start the workers that are due again, if there is a rendezvous host that would admit them.
@@ -780,7 +775,8 @@ class _Workers:
         kill_orphans(worker.process)
         is_outside = self._world is not None and worker.token not in self._world
         if code in (0, EXIT_PREEMPTED, EXIT_STOPPED):
-            self._ends[code] = self._ends.get(code, False) or not is_outside
+            if code != 0 or not is_outside:  # the others may begin another training of the script
+                self._ends.add(code)
             return
         failure = worker.logs.failure(code, "worker", slot)
         is_reported = failure.kind == "death" and failure.time_s > 0  # by the worker itself
