@@ -438,47 +438,6 @@ class Clients:
             self.send(connection, t="formed", tokens=workers[token])
 
 
-class UnknownWorlds:
-    """Clients of a host that was restarted, which know a newer world than it: one of them is asked for its members, and
-    the others introduce themselves without.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # connection -> number of its world
-        self._asked: int | None = None
-        self._asked_at = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self._numbers)
-
-    def add(self, connection: int, number: int) -> None:
-        """Let a client wait whose world is not known here."""
-        self._numbers[connection] = number
-
-    def forget(self, connection: int) -> None:
-        """Drop a client that introduces itself, or has gone."""
-        self._numbers.pop(connection, None)
-
-    def known(self, is_known: Callable[[int], bool]) -> list[int]:
-        """Return the clients whose world is known by now, and drop them."""
-        found = [connection for connection, number in self._numbers.items() if is_known(number)]
-        for connection in found:
-            del self._numbers[connection]
-        return found
-
-    def ask(self, now: float) -> int | None:
-        """Return the client to be asked now; None if one may still answer, or none waits.
-
-        One that is silent is dropped: it introduces itself when it answers after all.
-        """
-        if self._asked in self._numbers:
-            if now - self._asked_at <= _ANSWER_S:
-                return None
-            del self._numbers[self._asked]
-        self._asked, self._asked_at = max(self._numbers, key=self._numbers.__getitem__, default=None), now
-        return self._asked
-
-
 class RendezvousState:
     """State of the rendezvous host. Times are seconds of one clock of the owner.
 
@@ -498,7 +457,8 @@ class RendezvousState:
         self._startup_grace_s, self._wall_clock_s = startup_grace_s, wall_clock_s
         self._members: dict[str, Member] = {}
         self._expected = 0  # members of the largest run that has introduced itself
-        self._unknown = UnknownWorlds()
+        self._unknown: dict[int, int] = {}  # connection -> number of its world, which is newer than any known here
+        self._asked_at = -math.inf  # for the members of such a world
         self._evicted: dict[str, Message] = {}  # member -> what it was sent, in order of time
         self._last_number = ended
         self._finished = ended  # number of the newest end of the run, see `ClientState.finish`
@@ -647,7 +607,7 @@ class RendezvousState:
 
     def _unlink(self, connection: int) -> None:
         """Remove a connection of a member."""
-        self._unknown.forget(connection)
+        self._unknown.pop(connection, None)
         self.clients.members.remove(connection)
 
     def tick(self, now: float) -> None:
@@ -658,7 +618,8 @@ class RendezvousState:
         if self.world is not None and self.world.is_over:
             self.world = None
         self._ask_for_world(now)
-        if now >= self._startup_grace_s and not self._unknown:
+        is_asking = bool(self._unknown) or now - self._asked_at <= _ANSWER_S
+        if now >= self._startup_grace_s and not is_asking:
             ids = next_world(self._members.values(), self.world, now)
             if ids:
                 self._form(ids, now)
@@ -696,10 +657,17 @@ class RendezvousState:
     # ------------------------------------------------------------------ members
 
     def _ask_for_world(self, now: float) -> None:
-        """Let one of those that know a newer world introduce itself with its members, then the others without."""
-        for connection in self._unknown.known(self._is_known):
-            self.clients.send(connection, t="introduce", full=False)
-        if (asked := self._unknown.ask(now)) is not None:
+        """Let one after another of those that know a newer world introduce itself with its members, until one does;
+        then the others without.
+        """
+        for connection, number in list(self._unknown.items()):
+            if self._is_known(number):
+                del self._unknown[connection]
+                self.clients.send(connection, t="introduce", full=False)
+        if self._unknown and now - self._asked_at > _ANSWER_S:
+            asked = max(self._unknown, key=self._unknown.__getitem__)
+            del self._unknown[asked]
+            self._asked_at = now
             self.clients.send(asked, t="introduce", full=True)
 
     def _is_known(self, number: int) -> bool:
@@ -718,10 +686,10 @@ class RendezvousState:
                 raise WireError("a malformed introduction")
         self._last_number = max(self._last_number, number)
         self._record_end(message.get("finished", 0))
-        self._unknown.forget(connection)
+        self._unknown.pop(connection, None)
         match world:
             case {"number": int(reported)} if "members" not in world and not self._is_known(reported):
-                self._unknown.add(connection, reported)
+                self._unknown[connection] = reported
                 return
         older = self.clients.members.by_name.get(member_id)
         if older is not None and older != connection:
