@@ -34,7 +34,6 @@ _TOKEN_PATH, _TOKEN_LIFE = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-s
 _TOKEN = "X-aws-ec2-metadata-token"
 _FAILURES = (OSError, HTTPException, ValueError)  # of the server, the network, or the address
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_MOST_FAILURES = 5  # of an address that has never answered; later ones may be those of a server that restarts
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ class PreemptionWatch:
         self._settings = settings
         self._notice: str | None = None
         self._token: dict[str, str] = {}
-        self._failures = 0
         self._has_answered = self._has_warned = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -131,10 +129,8 @@ class PreemptionWatch:
     def _report(self, url: str, error: Exception) -> None:
         """Warn once of a server that refuses, or has never answered; 404 means that nothing is planned."""
         code = error.code if isinstance(error, urllib.error.HTTPError) else None
-        self._failures += 1
         self._has_answered |= code == HTTPStatus.NOT_FOUND
-        is_silent = self._failures >= _MOST_FAILURES and not self._has_answered
-        if self._has_warned or not (is_silent or code in _REFUSALS):
+        if self._has_warned or (self._has_answered and code not in _REFUSALS):
             logger.debug("%s: %s", url, error)
             return
         self._has_warned = True
