@@ -26,7 +26,6 @@ from moe_lightning.elastic.membership import (
     ElasticSettings,
     new_member_id,
     new_token,
-    unpack_ids,
     worker_token,
 )
 from moe_lightning.elastic.protocol import (
@@ -280,7 +279,7 @@ class Member:
         world: Message | None = None
         if self.world:
             world = {"number": self.world, "patience": self.crowd.settings.patience}
-            world |= {"members": self.crowd.packed[self.world]} if is_full else {}
+            world |= {"members": self.crowd.ids[self.world]} if is_full else {}
             world |= {"broken": self._reason} if self._reason is not None else {}
         self.send({
             "t": "member", "id": self.member_id, "expected": self.crowd.plan.expected,
@@ -360,7 +359,7 @@ class Crowd:
         self.selector = selectors.DefaultSelector()
         self.report = Report()
         self.launchers: dict[int, Launcher] = {}
-        self.packed: dict[int, list[Any]] = {}  # members of each world
+        self.ids: dict[int, list[str]] = {}  # members of each world
         self._ranks: dict[int, dict[str, int]] = {}  # by world
         self._starts: Counter[int] = Counter()  # of each node
         self._reported_at = 0.0
@@ -374,8 +373,8 @@ class Crowd:
         """Return the members of a new world by rank; computed once, though each worker does it."""
         number = formed["number"]
         if number not in self._ranks:
-            self.packed[number] = formed["members"]
-            self._ranks[number] = {member_id: rank for rank, member_id in enumerate(unpack_ids(formed["members"]))}
+            self.ids[number] = formed["members"]
+            self._ranks[number] = {member_id: rank for rank, member_id in enumerate(formed["members"])}
         return self._ranks[number]
 
     def run(self) -> None:

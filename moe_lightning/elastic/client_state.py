@@ -6,12 +6,12 @@ the peer of `RendezvousState`; `RendezvousClient` connects the two. Times are se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id, pack_ids, unpack_ids
-from moe_lightning.elastic.protocol import Message
+from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id
+from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.errors import ConfigurationError
 
 Endpoint = tuple[str, int]
@@ -241,7 +241,7 @@ class ClientState:
         timeouts, world, reported = self._task.settings.patience, self.world, None
         if world is not None and self._is_inside():
             reported = {"number": world.members.number, "patience": timeouts}
-            reported |= {"members": pack_ids(world.members.ids)} if is_full else {}
+            reported |= {"members": world.members.ids} if is_full else {}
             reported |= {"broken": world.reason} if world.reason is not None else {}
         if self.guarded is not None:
             self.guarded.unreachable = frozenset()
@@ -267,10 +267,10 @@ class ClientState:
             case {"t": "finished", "finished": int(finished)}:
                 self._finishes.newest = max(self._finishes.newest, finished)
             case {
-                "t": "formed", "number": int(number), "members": list(packed), "probes": dict(probes),
+                "t": "formed", "number": int(number), "members": list() | tuple() as ids, "probes": dict(probes),
                 "settled": bool(has_set_up),
             }:  # fmt: skip
-                self._enter(number, packed, probes, has_set_up=has_set_up)
+                self._enter(number, ids, probes, has_set_up=has_set_up)
             case {"t": "broken", "number": int(number), "reason": str(reason), "rating": int(rating)}:
                 for world in (self.world, self.guarded):
                     if world is not None and world.members.number == number:
@@ -285,11 +285,12 @@ class ClientState:
             case {"t": "spare"}:
                 self._join.is_spare = True
 
-    def _enter(self, number: int, packed: list[Any], probes: Mapping[str, Any], *, has_set_up: bool) -> None:
-        ids = unpack_ids(packed)
+    def _enter(self, number: int, ids: Sequence[Any], probes: Mapping[str, Any], *, has_set_up: bool) -> None:
+        if not all(isinstance(member_id, str) for member_id in ids):
+            raise WireError("malformed members")
         if self.member_id not in ids or number <= self._number:
             return
-        members = Members(number=number, ids=ids, rank=ids.index(self.member_id))
+        members = Members(number=number, ids=tuple(ids), rank=ids.index(self.member_id))
         self.world = JoinedWorld(members=members, has_set_up=has_set_up, probes=_endpoints(probes))
         self._join.is_waiting = self._join.is_spare = False
         self._waiting_since = None

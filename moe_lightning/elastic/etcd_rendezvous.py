@@ -46,7 +46,7 @@ from moe_lightning.elastic.etcd import (
     put,
     unchanged,
 )
-from moe_lightning.elastic.membership import ElasticSettings, new_token, pack_ids
+from moe_lightning.elastic.membership import ElasticSettings, new_token
 from moe_lightning.elastic.protocol import Address, WireError, read_secret
 from moe_lightning.elastic.rendezvous_state import CurrentWorld, RendezvousState
 from moe_lightning.elastic.server import RendezvousService, ServerThread, listen
@@ -271,7 +271,7 @@ class _Term:
             {
                 "number": world.number,
                 "predecessor": self._predecessor,
-                "members": pack_ids(world.ids),
+                "members": world.ids,
                 "patience": self._patience,
             }
         )

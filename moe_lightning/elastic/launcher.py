@@ -651,7 +651,7 @@ class _Workers:
         self._alone_since = 0.0
         self._running: dict[int, _Worker] = {}
         self._due: dict[int, float] = {}  # slot -> when it is started again
-        self._began_ns = task.now_ns // 1_000_000 * 1_000_000  # the names of all members are sent to all
+        self._began_ns = task.now_ns
         self._starts = dict.fromkeys(range(launcher.num_ranks), 0)
         self._failures = _Failures(launcher.max_restarts)
         self._ends: set[int] = set()  # codes of workers that ended in order, but for those too late for a training

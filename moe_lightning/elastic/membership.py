@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 
 from annotated_types import Interval
 
 from moe_lightning.config import PositiveInt, Seconds, validated
-from moe_lightning.elastic.protocol import WireError
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.registry import Registry
 
@@ -92,53 +90,13 @@ def token_of(member_id: str) -> str:
 
 
 def worker_token(launcher: str, slot: int, starts: int) -> str:
-    """Return the token of a worker: that of its launcher, its slot, and which start in the slot it is after the first.
-
-    Tokens of workers that are started together differ in the slot alone, so `pack_ids` needs a few bytes for each.
-    """
+    """Return the token of a worker: that of its launcher, its slot, and its start there if it is not the first."""
     return f"{launcher}-{slot}" if starts == 1 else f"{launcher}-{slot}-{starts}"
 
 
 def launcher_of(token: str) -> str:
     """Return the launcher's token in that of a worker."""
     return token.partition("-")[0]
-
-
-_FIRST = re.compile(r"(\d{20})\.(.+)\.([^.-]+)-(\d+)", re.ASCII)
-
-
-def pack_ids(ids: Iterable[str]) -> list[Any]:
-    """Return ids of members, sorted or not, as JSON of few bytes: a list [node, launcher, time, slots] for the first
-    workers of a launcher, and the name itself of any other.
-    """
-    groups: dict[tuple[str, str, int], list[int]] = {}
-    others: list[Any] = []
-    for member_id in ids:
-        if (found := _FIRST.fullmatch(member_id)) is not None:
-            birth, node, launcher, slot = int(found[1]), found[2], found[3], int(found[4])
-            if new_member_id(node, worker_token(launcher, slot, 1), birth) == member_id:
-                groups.setdefault((node, launcher, birth - slot), []).append(slot)
-                continue
-        others.append(member_id)
-    return [*([*group, slots] for group, slots in groups.items()), *others]
-
-
-def unpack_ids(packed: Iterable[Any]) -> tuple[str, ...]:
-    """Return the ids that `pack_ids` has packed, sorted.
-
-    Raises:
-        WireError: they are malformed.
-    """
-    ids: list[str] = []
-    for entry in packed:
-        match entry:
-            case str(member_id):
-                ids.append(member_id)
-            case [str(node), str(launcher), int(time_ns), list(slots)] if all(type(slot) is int for slot in slots):
-                ids += [new_member_id(node, worker_token(launcher, slot, 1), time_ns + slot) for slot in slots]
-            case _:
-                raise WireError("malformed members")
-    return tuple(sorted(ids))
 
 
 class Membership(Protocol):

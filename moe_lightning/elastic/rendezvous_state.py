@@ -30,9 +30,7 @@ from moe_lightning.elastic.membership import (
     HEARTBEAT_S,
     launcher_of,
     node_of,
-    pack_ids,
     token_of,
-    unpack_ids,
 )
 from moe_lightning.elastic.protocol import Message, WireError
 
@@ -134,8 +132,8 @@ class CurrentWorld:
     @cached_property
     def formed(self) -> Message:
         """Message to its members, one for all: it is encoded once."""
-        members, probes = pack_ids(self.ids), dict(self.probes)
-        return {"t": "formed", "number": self.number, "members": members, "probes": probes, "settled": self.has_set_up}
+        about = {"members": self.ids, "probes": dict(self.probes), "settled": self.has_set_up}
+        return {"t": "formed", "number": self.number, **about}
 
 
 def next_world(members: Collection[Member], world: CurrentWorld | None, now: float) -> tuple[str, ...]:
@@ -546,7 +544,7 @@ class RendezvousState:
         or are lost.
 
         Args:
-            value: its number, its packed members and the timeouts of their run; None: there is none.
+            value: its number, its members and the timeouts of their run; None: there is none.
 
         Raises:
             WireError: it is malformed.
@@ -561,13 +559,13 @@ class RendezvousState:
         if self._is_known(number):
             return
         match value:
-            case {"members": list(packed)} if (ids := unpack_ids(packed)) and all(map(is_member_id, ids)):
+            case {"members": list() | tuple() as ids} if ids and all(map(is_member_id, ids)):
                 pass
             case _:
                 raise WireError("a malformed world")
         limits = parse_timeouts(timeouts)
         self._last_number = number
-        self.world = CurrentWorld(number=number, ids=ids, progress_at=now)
+        self.world = CurrentWorld(number=number, ids=tuple(ids), progress_at=now)
         grace_s = RECONNECT_S + _RECONNECT_EACH_S * len(ids)
         for member_id in ids:
             if member_id not in self._members and member_id not in self._evicted:

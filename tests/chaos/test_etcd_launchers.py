@@ -22,7 +22,7 @@ import pytest
 
 from moe_lightning.elastic.etcd import get, is_empty
 from moe_lightning.elastic.etcd_rendezvous import _Term
-from moe_lightning.elastic.membership import ElasticSettings, launcher_of, node_of, token_of, unpack_ids
+from moe_lightning.elastic.membership import ElasticSettings, launcher_of, node_of, token_of
 from moe_lightning.elastic.rendezvous_state import CurrentWorld
 from tests.chaos.test_launcher_elastic import Command, is_gone
 from tests.commands import SMALL_MODEL, WORDS, ForkedProgram, moe_train, run_script, write_words
@@ -76,7 +76,7 @@ class Run:
         leader, world = self.cluster.client().transact([], keys).found
         assert world is not None
         token = json.loads(leader.value)["launcher"]
-        ids = unpack_ids(json.loads(world.value)["members"])
+        ids = json.loads(world.value)["members"]
         (node,) = {node_of(each) for each in ids if launcher_of(token_of(each)) == token}
         return node
 
