@@ -325,7 +325,7 @@ class Member:
             case {"t": "broken", "number": int(number), "reason": str(reason)} if number == self.world:
                 self._reason = reason
                 self.leave_world()
-                self.send({"t": "join", "ready": True, "multiple": 1, "spare": False})
+                self.send({"t": "join", "ready": True, "spare": False})
             case {"t": "waiting", "count": int(count)}:
                 self.crowd.report.waiting = count
                 self.crowd.note_change()

@@ -139,7 +139,7 @@ class ClientState:
         self._join.is_waiting = True
         self._join.is_ready = is_ready
         if self.eviction is None:
-            self._send(t="join", ready=self._join.is_ready, multiple=self._join.multiple, spare=is_spare)
+            self._send(t="join", ready=is_ready, spare=is_spare)
 
     def is_unneeded(self) -> bool:
         """Return True if a process that joins can end, since the others have finished without it."""

@@ -704,25 +704,19 @@ class _Workers:
                 f"for {limit:g} s ({link.error}): see that it runs and can be reached, then give the same command "
                 "again, which resumes"
             )
-        for slot, due in list(self._due.items()):
-            if time.monotonic() >= due and link.is_connected:
-                del self._due[slot]
-                try:
-                    self._start(slot)
-                except OSError as error:
-                    self._delay(slot, error)
-                else:
-                    self._print_processes([slot])
-
-    def _delay(self, slot: int, error: OSError) -> None:
-        """Start a worker later that the system cannot start now, while others train on here."""
-        if not self._running:
-            raise error
-        self._due[slot] = time.monotonic() + max(_RETRY_S, self._launcher.cool_down_s)
-        _print_line(
-            f"{self._launcher.program}: worker {slot} cannot be started ({error.strerror or error}): free memory, "
-            "processes or disk for it; it is tried again"
-        )
+        for slot in [slot for slot, due in self._due.items() if time.monotonic() >= due and link.is_connected]:
+            del self._due[slot]
+            try:
+                self._start(slot)
+                self._print_processes([slot])
+            except OSError as error:
+                if not self._running:
+                    raise
+                self._due[slot] = time.monotonic() + max(_RETRY_S, self._launcher.cool_down_s)
+                _print_line(
+                    f"{self._launcher.program}: worker {slot} cannot be started ({error.strerror or error}): free "
+                    "memory, processes or disk for it; it is tried again"
+                )
 
     def _print_processes(self, slots: Iterable[int]) -> None:
         """Print the process ids of workers, for a user who looks at one or ends one."""
@@ -806,9 +800,7 @@ class _Workers:
             match message:
                 case {"t": "health", "refused": str(refused)} if refused and self._world is None:
                     raise ConfigurationError(refused)  # for its name, or beside nodes that came later
-                case {"t": "formed", "again": True, "tokens": list(tokens)} if self._world == frozenset(tokens):
-                    pass
-                case {"t": "formed", "tokens": list(tokens)}:
+                case {"t": "formed", "tokens": list(tokens)} if self._world != frozenset(tokens):
                     self._world = frozenset(tokens)
                     self._mark(self._world, None)
                     self._failures.begin_world()

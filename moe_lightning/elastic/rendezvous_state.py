@@ -6,12 +6,32 @@ which members form the next world (`next_world`), who is overdue (`overdue_membe
 nodes are dead although both ends reach the host (`connected_nodes`). `Clients` has the connections. Times are
 seconds of the host's own clock.
 
-Messages are dictionaries with a kind "t". Who connects is sent "ready". A member registers with "member", and is sent
-"state". It sends "join", and is sent "formed" when it is in a world. Then "beat" carries its count of steps. A world
-ends for all its members with "broken": one sends it, or the host does, when a launcher reports "died", when a member is
-overdue and "evicted", or when links stay "unreachable". Each member sends "join" again; those that end, or cannot train
-yet, "leave" or "withdraw". Members of an intact world are sent "waiting", the number of newcomers, and break it between
-two steps to admit them; newcomers that are too few are sent "spare" meanwhile. "finish" ends the run, and all are sent
+Messages are dictionaries with a kind "t". Those of a worker:
+
+    member        registers it: name, timeouts, endpoint for probes, and the number of its world, which a host that was
+                  restarted does not know
+    join          it waits for the next world; with "spare" the others go on without it
+    beat, alive   heartbeat with its count of steps, by itself or with that of its launcher
+    broken        its world is broken for all members
+    withdraw      it cannot train in the world that formed, and joins later
+    unreachable   all nodes of its world that do not answer its probes
+    leave         it is no member any more
+    finish        the run has ended, with this number
+
+and those to a worker:
+
+    ready         a connection is admitted, and may register or introduce a launcher
+    state         answer to "member": number of the last end of the run, and whether a world exists
+    introduce     register again: "full" with the members of your world
+    formed        the world that it is in
+    broken        that world is broken: the reason, and how good it is
+    waiting       number of newcomers, which its world admits when it breaks up between two steps
+    spare         it waits until there are enough for a multiple
+    evicted       it is no member any more, and may register under another name, once these nodes answer its probes
+    finished      the run has ended
+
+A launcher sends "launcher" with the health of its machine, "died" for a worker, and heartbeats. It is sent "health",
+the verdict on its machine, "formed" with its workers in a world, "arrived" and "evicted" for each of them, and
 "finished".
 """
 
@@ -398,12 +418,14 @@ class Clients:
     Attributes:
         members: by their ids.
         launchers: by their tokens.
+        nodes: health of the launchers' machines, as they came.
         outbox: (connection, message) to be sent, in order.
         dropped: connections to be closed.
     """
 
     def __init__(self) -> None:
         self.members, self.launchers = Connections(), Connections()
+        self.nodes: dict[int, NodeHealth] = {}
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
 
@@ -463,7 +485,6 @@ class RendezvousState:
         self._announced_end = 0  # that clients know
         self._last_received = 0.0
         self._links = DeadLinks()
-        self._nodes: dict[int, NodeHealth] = {}  # connection of a launcher -> its node, as it came
         self.world: CurrentWorld | None = None
         self.clients = Clients()
 
@@ -518,7 +539,6 @@ class RendezvousState:
             case {"t": "join", "ready": bool(is_ready)}:
                 member.joining_since = now if member.joining_since is None else member.joining_since
                 member.has_set_up |= is_ready
-                member.multiple = parse_multiple(message.get("multiple", 1))
                 if message.get("spare") is True and self.world is not None and member.id in self.world.ranks:
                     self.world.gone.add(member.id)
             case {"t": "leave"}:
@@ -592,12 +612,12 @@ class RendezvousState:
         ids = () if self.world is None else self.world.ids
         tokens = [token for token in map(token_of, ids) if launcher_of(token) == launcher]
         if tokens:
-            self.clients.send(connection, t="formed", again=True, tokens=tokens)
+            self.clients.send(connection, t="formed", tokens=tokens)
 
     def disconnect(self, connection: int, now: float) -> None:
         """Record that a connection has ended."""
         self.clients.launchers.remove(connection)
-        self._nodes.pop(connection, None)
+        self.clients.nodes.pop(connection, None)
         member = self._members.get(self.clients.members.names.get(connection, ""))
         self._unlink(connection)
         if member is not None and self.clients.members.by_name.get(member.id) is None:
@@ -630,13 +650,13 @@ class RendezvousState:
         """Compare a launcher's node with the others, and answer whether it may join."""
         try:
             offset_s = float(health["time_s"]) - self._wall_clock_s()
-            self._nodes[connection] = replace(NodeHealth.parse(health), clock_offset_s=offset_s)
+            self.clients.nodes[connection] = replace(NodeHealth.parse(health), clock_offset_s=offset_s)
         except (ValueError, TypeError, LookupError):
             raise WireError("malformed health") from None
-        for launcher, node in judged(self._nodes, connection, all_may_leave=self.world is None).items():
+        for launcher, node in judged(self.clients.nodes, connection, all_may_leave=self.world is None).items():
             self.clients.send(launcher, t="health", refused=node.refused, clock_offset_s=node.clock_offset_s)
             if node.refused:
-                del self._nodes[launcher]
+                del self.clients.nodes[launcher]
 
     def _exclude_own_outage(self, now: float) -> None:
         """Exclude an outage of the host itself from all timeouts: it received nothing from any client."""
