@@ -353,21 +353,35 @@ class Experts(private_torch.Float32Module):
         private_torch.replace_parameters(other, parameters)
         return other
 
-    def forward(self, x_MD: Tensor, tokens_per_slot_S: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens_per_slot_S: Tensor,
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        sort: ExpertSort | None = None,
+        weights_TK: Tensor | None = None,
+    ) -> Tensor:
         """Apply to each row the expert of its slot.
 
         Args:
-            x_MD: rows sorted by slot.
+            x: rows [M, D] sorted by slot; with `sort` the tokens [T, D], all of whose experts are here.
             tokens_per_slot_S: int64 [S], how many rows each slot has.
             weights: stacks to use in the place of the parameters, by the same names: those of visiting experts.
+            sort: assignments of the tokens by slot, where `takes_tokens` says so.
+            weights_TK: of each assignment, with `sort`.
 
         Returns:
-            [M, D] in the dtype that autocast asks for, else that of x.
+            [M, D], or of each token the weighted sum over its experts, [T, D]; in the dtype that autocast asks for, or
+            that of x.
         """
-        if self.takes_tokens(x_MD):
-            return self._fused(x_MD, tokens_per_slot_S, weights)
-        stacks = self.stacked_parameters() if weights is None else weights
-        hidden_MF = self._linear(x_MD.to(computed_in(x_MD)), "up", stacks, tokens_per_slot_S)
+        stacks, x = self.stacked_parameters() if weights is None else weights, x.to(computed_in(x))
+        if self.takes_tokens(x):
+            up_SDH, down_SFD = (stacks[name].to(x.dtype) for name in ("w_up", "w_down"))
+            return ops.expert_mlp(
+                x, up_SDH, down_SFD, tokens_per_slot_S, self.activation, sort=sort, weights_TK=weights_TK
+            )
+        hidden_MF = self._linear(x, "up", stacks, tokens_per_slot_S)
         hidden_MF = ops.expert_activation(hidden_MF, self.activation)
         return self._linear(hidden_MF, "down", stacks, tokens_per_slot_S)
 
@@ -388,35 +402,10 @@ class Experts(private_torch.Float32Module):
         return out_MF
 
     def takes_tokens(self, x_TD: Tensor) -> bool:
-        """Return True if such rows are computed fused, without biases and adapters, so that `of_tokens` gathers them
-        for nothing.
+        """Return True if such rows are computed fused, without biases and adapters, which gathers those of tokens for
+        nothing.
         """
         return self.b_up is None and self.adapter is None and ops.fuses_experts(x_TD)
-
-    def of_tokens(
-        self, x_TD: Tensor, sort: ExpertSort, weights_TK: Tensor, weights: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
-        """[T, D]: of each token the weighted sum over its experts, all of which are here; see `forward`.
-
-        Args:
-            x_TD: tokens.
-            sort: their assignments by slot.
-            weights_TK: of each assignment.
-        """
-        return self._fused(x_TD, sort.tokens_per_expert_E, weights, sort, weights_TK)
-
-    def _fused(
-        self,
-        x: Tensor,
-        counts_S: Tensor,
-        weights: Mapping[str, Tensor] | None,
-        sort: ExpertSort | None = None,
-        weights_TK: Tensor | None = None,
-    ) -> Tensor:
-        dtype, stacks = computed_in(x), self.stacked_parameters() if weights is None else weights
-        up_SDH, down_SFD = (stacks[name].to(dtype) for name in ("w_up", "w_down"))
-        kind = self.activation
-        return ops.expert_mlp(x.to(dtype), up_SDH, down_SFD, counts_S, kind, sort=sort, weights_TK=weights_TK)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, slots={list(self.slot_experts)}, activation={self.activation}"

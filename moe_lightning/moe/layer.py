@@ -358,7 +358,9 @@ class MoELayer(nn.Module):
         if self.shadow_transfers is None and dispatcher.world.size == 1 and self.experts.takes_tokens(rows_TD):
             drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_dummy_batch
             sort = dispatcher.sorted_by_slot(routing.expert_ids_TK, may_drop=not drops_none)
-            out_TD = self.experts.of_tokens(rows_TD, sort, routing.weights_TK, stacks)
+            out_TD: Tensor = self.experts(
+                rows_TD, sort.tokens_per_expert_E, stacks, sort=sort, weights_TK=routing.weights_TK
+            )
         else:
             out_TD = self._sent(rows_TD, routing, computed_NE, dispatcher, stacks)
         if self.shared_expert is not None:
