@@ -58,17 +58,12 @@ class EndedWorld:
         """Return the stacks on the host; empty where unknown, or if this rank's experts have been changed since."""
         return self._by_device.get(torch.device("cpu"), {}) if _versions(experts) == self._versions else {}
 
-    def ranks_are_gone(self, experts: Experts) -> ConfigurationError:
+    def ranks_are_gone(self) -> ConfigurationError:
         """Return the error of a forward pass that needs the other ranks."""
-        if self._by_device and _trains(experts):
-            return ConfigurationError(
-                f"the experts of this module lie on {self._num_ranks} ranks, and others of them have ended: to train "
-                "on, give the Trainer strategy='expert_parallel', or load a checkpoint into a new module"
-            )
         return ConfigurationError(
-            f"the experts of this module lie on {self._num_ranks} ranks, and others of them have ended; they were not "
-            "kept together, being large, or changed since: call trainer.test on every rank, or save a checkpoint "
-            "(trainer.save_checkpoint) and load it into a new module (load_from_checkpoint)"
+            f"the experts of this module lie on {self._num_ranks} ranks, and others of them have ended: give the "
+            "Trainer strategy='expert_parallel' on every rank, or save a checkpoint (trainer.save_checkpoint) and load "
+            "it into a new module (load_from_checkpoint)"
         )
 
 
@@ -401,7 +396,7 @@ class MoELayer(nn.Module):
         except RuntimeError as error:
             if self.ended is None:
                 raise
-            raise self.ended.ranks_are_gone(self.experts) from error
+            raise self.ended.ranks_are_gone() from error
 
     def _compute(self, sent: Dispatched, stacks: Mapping[str, Tensor] | None) -> Tensor:
         """Compute residents first, while shadows are still in flight; in backward shadows come first, so that their

@@ -46,7 +46,7 @@ def go_on_alone(rank: int, world_size: int) -> list[dict[str, Any]]:
     if rank:
         return []
     results = [together, *alone().test(module, held_out(), verbose=False)]
-    with pytest.raises(ConfigurationError, match="2 ranks, and others of them have ended: to train on, give"):
+    with pytest.raises(ConfigurationError, match="2 ranks, and others of them have ended: give the Trainer"):
         alone().fit(module, DataLoader(RandomTokens(48), batch_size=12))
     results += alone(strategy=ExpertParallelStrategy()).test(module, held_out(), verbose=False)
     alone(strategy=ExpertParallelStrategy()).fit(module, DataLoader(RandomTokens(48), batch_size=12))
@@ -76,7 +76,7 @@ def use_large_ones_alone(rank: int, world_size: int) -> str:
 @pytest.mark.slow
 def test_experts_too_large_to_be_kept_are_told_with_a_cure() -> None:
     sentence = run_ranks(2, use_large_ones_alone)[0]
-    assert sentence.startswith("the experts of this module lie on 2 ranks, and others of them have ended; they were")
+    assert sentence.startswith("the experts of this module lie on 2 ranks, and others of them have ended: give the")
     assert "trainer.save_checkpoint" in sentence
 
 
