@@ -252,13 +252,7 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
 
 def _saved_dataset(folder: Path) -> list[Path] | None:
     """The files of a folder that `save_to_disk` of a Hugging Face data set has written; None for any other folder."""
-    splits, state = folder / "dataset_dict.json", folder / "state.json"
-    if splits.is_file():
-        names = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        raise ConfigurationError(
-            f"{folder} holds the splits {', '.join(names)} of a data set; give the folder of one, such as "
-            f"{folder / (names[0] if names else 'train')}."
-        )
+    state = folder / "state.json"
     if not state.is_file() or not any(folder.glob("*.arrow")):
         return None
     with reading(state):

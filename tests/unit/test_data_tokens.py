@@ -210,7 +210,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "splits": (
         lambda f: write(saved_dataset(f / "train").parent / "dataset_dict.json", '{"splits": ["train"]}') and f,
-        r"holds the splits train of a data set; give the folder of one, such as .*/train",
+        r"holds records \(train/.*.arrow\) and text \(dataset_dict.json\); give a glob",
     ),
     "state": (
         lambda f: write(saved_dataset(f / "d") / "state.json", '{"_data_files": [{"filename": "../x.arrow"}]}').parent,
