@@ -245,9 +245,7 @@ class InstructionData(StepDataModule):
 
     def summary(self) -> str:
         """Lines about the file, and once it is set up, about its packs and one conversation."""
-        return "\n".join(
-            [f"{self.source}{self._split}", *self._packs.splitlines(), *self.passes(0.0), *self._example.splitlines()]
-        )
+        return "\n".join([f"{self.source}{self._split}", *self._packs.splitlines(), *self._example.splitlines()])
 
     def prepare_data(self) -> None:
         """Check every conversation, once on every node."""

@@ -549,18 +549,6 @@ class StepDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
 
-    def passes(self, least: float = 1.0) -> list[str]:
-        """Return a line where training reads its samples more often than `least`; [] where it does not, or their number
-        or its length is unknown.
-        """
-        if not hasattr(self, "_train"):
-            return []
-        size: int = len(self._train)  # type: ignore[arg-type]
-        steps = None if self.trainer is None else private_lightning.steps_of_training(self.trainer)
-        times = 0.0 if steps is None else steps * self.global_batch_size / size
-        once = f"trainer.max_steps={-(-size // self.global_batch_size)} reads them once"
-        return [] if times <= least else [f"{size:,} samples, read {times:.3g} times in {steps:,} steps; {once}"]
-
     def train_dataloader(self) -> StepLoader:
         """Endless permuted epochs of whole steps."""
         return self._loader(self._train, training=True)

@@ -243,9 +243,8 @@ class TextData(StepDataModule):
         return max(corpus.vocab_size for corpus in self.corpora)
 
     def summary(self) -> str:
-        """A line about each source, and once they are set up, about how often they are read, and packs."""
-        lines = [corpus.summary() for corpus in self.corpora]
-        return "\n".join([*lines, *self.passes(), *self._packs.splitlines()])
+        """A line about each source, and once they are set up, about their packs."""
+        return "\n".join([*(corpus.summary() for corpus in self.corpora), *self._packs.splitlines()])
 
     # ------------------------------------------------------------------ Lightning's hooks
 

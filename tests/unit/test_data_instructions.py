@@ -6,7 +6,6 @@ import json
 import re
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,11 +334,3 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n \n")
     with pytest.raises(ConfigurationError, match="is empty"):
         data(tmp_path / "empty.jsonl")
-
-
-def test_the_first_lines_say_how_often_a_training_reads_the_conversations(tmp_path: Path) -> None:
-    """Whatever their number: a recipe's max_steps knows nothing of it."""
-    made = data(write(tmp_path / "chat.jsonl", *[CHAT] * 20), context_length=96, global_batch_size=3)
-    for steps, times in ((4, "0.632"), (40, "6.32")):
-        made.trainer = SimpleNamespace(estimated_stepping_batches=steps)
-        assert f"19 samples, read {times} times in {steps} steps; trainer.max_steps=7 reads them once" in made.summary()
