@@ -306,6 +306,12 @@ class _Gate:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self.cut.flow.through_block(self._index, self._own, arguments, named)
 
+    def __reduce__(self) -> str:
+        raise ConfigurationError(
+            "a module that mesh.pp has cut into stages can be neither copied nor pickled: save a checkpoint with the "
+            "Trainer that cut it (trainer.save_checkpoint), and load that into another module"
+        )
+
     def undo(self, block: nn.Module) -> None:
         del block.__dict__["forward"]
         if self._replaced is not None:
