@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 _MANUAL = "manual_backward_finalization_active"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -71,65 +70,6 @@ def resting_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     }
     for parameter in module.parameters():
         yield shards.get(parameter, parameter)
-
-
-def keep_freezing(unit: nn.Module) -> None:
-    """Freeze and unfreeze rows and gathered values together, whichever a user has changed while a unit is gathered: the
-    rows at the latest when they rest again, the values when a layer is called, see `gather_at_layers`.
-    """
-    for parameter in _parameters_of(unit):
-        _keep_freezing(parameter)
-
-
-def gather_at_layers(root: FSDPModule, is_due: Callable[[], bool]) -> Iterator[tuple[nn.Module, RemovableHandle]]:
-    """Let the layers that own parameters of a root gather them when they are called, where that is due.
-
-    Yields:
-        A layer, and the handle of its hook.
-    """
-    layers: dict[nn.Module, list[Any]] = {}
-    for parameter in _parameters_of(root):
-        for owner, _ in _owners_of(parameter):
-            layers.setdefault(owner, []).append(parameter)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def gather(layer: nn.Module, _: object) -> None:  # a function, which a copy of the layer shares
-        if is_due():
-            root.unshard()
-            for parameter in layers.get(layer, ()):
-                parameter.share_freezing()
-
-    for layer in layers:
-        yield layer, layer.register_forward_pre_hook(gather)
-
-
-def _keep_freezing(parameter: Any) -> None:
-    kind: Any = type(parameter)
-    was_trained: bool | None = None  # when it was gathered
-
-    def to_unsharded() -> None:
-        nonlocal was_trained
-        kind.to_unsharded(parameter)
-        was_trained = parameter.sharded_param.requires_grad
-
-    def share_freezing() -> None:
-        nonlocal was_trained
-        if was_trained is None:
-            return
-        both = parameter.sharded_param, parameter._unsharded_param
-        is_changed = {tensor.requires_grad for tensor in both} != {was_trained}  # on one of them, or on both
-        was_trained = was_trained != is_changed
-        for tensor in both:
-            tensor.requires_grad_(was_trained)
-
-    def to_sharded() -> None:
-        nonlocal was_trained
-        share_freezing()
-        was_trained = None
-        kind.to_sharded(parameter)
-
-    parameter.to_unsharded, parameter.to_sharded = to_unsharded, to_sharded
-    parameter.share_freezing = share_freezing
 
 
 def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[tuple[nn.Module, str]]], bool]) -> None:

@@ -442,13 +442,24 @@ def check_for_pipeline(module: pl.LightningModule, *, stage_size: int) -> None:
     Raises:
         ConfigurationError: what cannot be trained in stages.
     """
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            "manual optimization calls backward inside of a step, which mesh.pp cuts in stages: use automatic "
-            "optimization, or mesh.pp=1"
-        )
+    require_automatic_optimization(module, "which mesh.pp cuts in stages", cure="mesh.pp=1")
     if stage_size > 1:
         require_dense_gradients(module, "mesh.pp with several ranks in a stage")
+
+
+def require_automatic_optimization(module: pl.LightningModule, reason: str, *, cure: str) -> None:
+    """
+    Args:
+        reason: for which steps cannot be divided further, in words.
+        cure: what has no such reason, in words.
+
+    Raises:
+        ConfigurationError: manual optimization.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"manual optimization calls backward inside of a step, {reason}: use automatic optimization, or {cure}"
+        )
 
 
 def require_dense_gradients(module: nn.Module, beside: str) -> None:

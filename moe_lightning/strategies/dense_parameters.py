@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.compat import private_lightning
-from moe_lightning.compat.fsdp import end_backward, resting_parameters
+from moe_lightning.compat.fsdp import resting_parameters
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_, in_buckets
@@ -281,28 +281,6 @@ class DenseParts:
     def resting_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the module's parameters as they are between steps, also inside of a step."""
         return resting_parameters(self._state.module) if self.is_in_rows else self._state.module.parameters()
-
-    @contextmanager
-    def backward(self) -> Generator[None, None, None]:
-        """Surround a backward pass; collective.
-
-        Under manual optimization it comes inside of a step method, maybe not as the first, and torch has not seen its
-        loss leave that method: gradients outside of units are summed over ranks at the end, unless they are already.
-        Gradients of parameters that were frozen after their values were gathered, as by `toggle_optimizer`, are
-        dropped.
-        """
-        if not self.is_in_rows:
-            yield
-            return
-        module: Any = self._state.module
-        if not module.automatic_optimization:
-            module.unshard()  # what is outside of units, where an earlier pass has left it sharded
-        yield
-        if not module.automatic_optimization:
-            end_backward(module)
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                parameter.grad = None
 
     def sum_rest(self, world: World) -> None:
         """Sum gradients over ranks that the backward pass has not summed; collective.

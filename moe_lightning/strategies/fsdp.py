@@ -27,9 +27,7 @@ from moe_lightning.compat.fsdp import (
     begin_by_hand,
     can_be_undone,
     end_backward,
-    gather_at_layers,
     gather_in,
-    keep_freezing,
     sharded_modules,
     undo_fully_shard,
 )
@@ -38,7 +36,7 @@ from moe_lightning.compat.private_torch import tree_map
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import replacement
-from moe_lightning.strategies.checks import require_dense_gradients
+from moe_lightning.strategies.checks import require_automatic_optimization, require_dense_gradients
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _HANDLES = "_moe_lightning_handles"
@@ -52,11 +50,14 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         experts: parameters that are not sharded; scalars are not sharded either.
 
     Raises:
-        ConfigurationError: a unit whose parameters have several dtypes, sparse gradients, hooks of parameters, or a
-            torch that cannot undo it.
+        ConfigurationError: manual optimization, a unit whose parameters have several dtypes, sparse gradients, hooks of
+            parameters, or a torch that cannot undo it.
     """
     if not can_be_undone():
         raise ConfigurationError(f"dense=fsdp and hsdp need torch 2.13, not {torch.__version__}: use dense=zero1")
+    require_automatic_optimization(
+        module, "around which dense=fsdp and hsdp gather parameters once", cure="dense=ddp or zero1"
+    )
     require_dense_gradients(module, "dense=fsdp or hsdp")
     require_no_hooks(module, experts)
     ignored = {*experts, *(p for p in module.parameters() if p.ndim == 0)}
@@ -70,7 +71,6 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         _check_dtypes(unit, ignored)
         _make_contiguous(unit, ignored)
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
-        keep_freezing(unit)
         if autocasts:
             gather_in(unit, torch.bfloat16, _are_of_linear)
     sharded = list(sharded_modules(module))
@@ -80,14 +80,11 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
     for part in sharded:  # ranks have weighed their losses: nothing is divided
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sums
-    steps = {name: GatheringStep(module, name) for name in _STEPS}
-    for layer, handle in gather_at_layers(sharded[0], lambda: any(step.is_running for step in steps.values())):
-        _keep(layer, handle)
     for layer in module.modules() if autocasts else ():
         if type(layer) is nn.Linear:
             _keep(layer, layer.register_forward_pre_hook(_require_autocast))
-    for name, step in steps.items():
-        setattr(module, name, step)
+    for name in _STEPS:
+        setattr(module, name, GatheringStep(module, name))
 
 
 def _autocasts(module: pl.LightningModule) -> bool:
@@ -198,23 +195,17 @@ class GatheringStep:
 
     Attributes:
         own: the method as it was.
-        is_running: True during a call. Layers outside of units gather their parameters then, if a backward pass or an
-            update has resharded them.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.own: Callable[..., Any] = getattr(module, name)
         update_wrapper(self, self.own)
-        self._module, self.is_running = module, False
+        self._module = module
         register_fsdp_forward_method(module, name)
         self._registered: Callable[..., Any] = getattr(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_running = True
-        try:
-            return (self._registered if is_sharded(self._module) else self.own)(*args, **kwargs)
-        finally:
-            self.is_running = False
+        return (self._registered if is_sharded(self._module) else self.own)(*args, **kwargs)
 
 
 def replace_parameters(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -386,7 +386,7 @@ class Steps:
             self._earlier = self._take_earlier()
         if experts.shadow_transfers is not None:
             experts.shadow_transfers.begin_backward(is_last=not self.is_blocked)
-        with self._state.parts.backward(), self._screened():
+        with self._screened():
             yield
         if module.automatic_optimization:
             self._end_batch()

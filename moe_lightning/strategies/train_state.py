@@ -145,8 +145,7 @@ class TrainState:
         self._recorded = _groups_of(optimizers)
         self.fill_groups()
         if self.parts.is_enabled and self._worlds.may_have_peers:
-            cure = "dense=ddp or zero1 without mesh.tp"
-            self.require_one_optimizer_each(beside="dense=fsdp, hsdp or mesh.tp", cure=cure)
+            self.require_one_optimizer_each(beside="mesh.tp", cure="dense=ddp or zero1 without mesh.tp")
         self.shards.begin()
 
     def has_replaced(self, optimizers: Sequence[Optimizer]) -> bool:

@@ -24,7 +24,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.same_training import reference as plain_reference
 from tests.distributed.test_meshes import CASES, hooks_of, reference, run
-from tests.distributed.training import BRIEF, stepped, train
+from tests.distributed.training import BRIEF, train
 from tests.parameters import slow
 
 
@@ -46,9 +46,8 @@ class Mixed(pl.LightningModule):
     block that shares a weight with another.
     """
 
-    def __init__(self, *, manual: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = not manual
         self.embed = nn.Embedding(64, 32)
         self.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(32, 32), nn.Tanh()]) for _ in range(2)])
         self.ties = nn.ModuleList([nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)])
@@ -71,7 +70,7 @@ class Mixed(pl.LightningModule):
         self.seen += 1
         loss = nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
         self.log("train/loss", loss, sync_dist=True)
-        return stepped(self, loss + auxiliary_loss(self), clip=0.5)
+        return loss + auxiliary_loss(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3, foreach=True)
@@ -80,8 +79,8 @@ class Mixed(pl.LightningModule):
 class ScalarLater(Mixed):
     """The scalar is frozen at first."""
 
-    def __init__(self, *, manual: bool) -> None:
-        super().__init__(manual=manual)
+    def __init__(self) -> None:
+        super().__init__()
         self.scale.requires_grad_(False)
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -91,11 +90,9 @@ class ScalarLater(Mixed):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(("kind", "manual"), [slow(Mixed, False), (Mixed, True), (ScalarLater, False)])
-def test_a_users_module_trains_alike(kind: type[Mixed], manual: bool) -> None:
-    options: dict[str, Any] = {
-        "own_module": partial(kind, manual=manual), "trainer": {"gradient_clip_val": None if manual else 0.5}
-    }  # fmt: skip
+@pytest.mark.parametrize("kind", [Mixed, slow(ScalarLater)])
+def test_a_users_module_trains_alike(kind: type[Mixed]) -> None:
+    options: dict[str, Any] = {"own_module": kind, "trainer": {"gradient_clip_val": 0.5}}
     alone, ranks = run(1, **options)[0], run(2, strategy={"dense": "fsdp"}, **options)
     for result in ranks:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
@@ -198,7 +195,7 @@ class WithAdafactor(Mixed):
     """An optimizer with a statistic over whole parameters."""
 
     def __init__(self) -> None:
-        super().__init__(manual=False)
+        super().__init__()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         experts = [p for n, p in self.named_parameters() if "experts" in n]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from functools import partial
 from typing import Any
 
@@ -11,14 +9,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from moe_lightning import auxiliary_loss
-from moe_lightning.compat.fsdp import gather_at_layers, keep_freezing
 from tests.distributed.harness import RankFailure, run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
@@ -111,88 +105,13 @@ class UsesAdagrad(Blocks):
         return torch.optim.Adagrad(self.parameters(), lr=3e-2)
 
 
-class TogglesOptimizers(Blocks):
-    """In turn, as for two adversaries: gradients of the other's parameters must not stay."""
+class FreezesInTurn(Blocks):
+    """In its step, by the modules' own parameters, which are gathered there."""
 
-    automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        first = {*self.embed.parameters(), *self.blocks.parameters()}
-        others = [parameter for parameter in self.parameters() if parameter not in first]
-        return torch.optim.AdamW(list(first), lr=3e-3), torch.optim.SGD(others, lr=0.1)
-
-
-class AccumulatesInTurn(TogglesOptimizers):
-    """Two batches, whose update begins the next step, when parameters are gathered already."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers() if batch_idx in (2, 4) else ():
-            optimizer.step()
-            optimizer.zero_grad()
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(Blocks.training_step(self, batch, batch_idx))
-            self.untoggle_optimizer(optimizer)
-
-
-class FreezesInTurn(TogglesOptimizers):
-    """By the modules' own parameters, which are gathered where a step begins."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        for turn, optimizer in enumerate(self.optimizers()):
-            for place, part in enumerate((self.embed, self.blocks, self.moe, self.out)):
-                part.requires_grad_((place < 2) == (turn == 0))
-            self.manual_backward(Blocks.training_step(self, batch, batch_idx))
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class GoesOnAfterBackward(OwnModule):
-    """Calls layers by themselves: for two backward passes in a row, and after the update. One of them is copied, and
-    all are frozen in between.
-    """
-
-    automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        parameters = optimizer.param_groups[0]["params"]
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        copied = copy.deepcopy(self.embed)
-        assert copied(batch[0]).equal(self.embed(batch[0]))
-        losses = [self.nats(*batch) for _ in range(2)]
-        for loss in losses:
-            self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        self.log("train/loss", self.nats(*batch), sync_dist=True)
-
-    def nats(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.embed(x)
-        return nn.functional.cross_entropy(self.out(h + self.moe(h)).flatten(0, 1), y.flatten())
-
-
-class StepsByHand(OwnModule):
-    """Without units, and with a backward pass before the loss has left training_step."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        for place, part in enumerate((self.embed, self.blocks, self.moe, self.out)):
+            part.requires_grad_((place < 2) == (batch_idx % 2 == 0))
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(
@@ -205,16 +124,11 @@ class StepsByHand(OwnModule):
         HasATransposedWeight,
         slow(DropsABuffer),
         slow(UsesAdagrad),
-        TogglesOptimizers,
-        AccumulatesInTurn,
         FreezesInTurn,
-        GoesOnAfterBackward,
-        StepsByHand,
     ],
 )
 def test_it_trains_as_on_one_rank(module: type[pl.LightningModule]) -> None:
-    clip = None if module.automatic_optimization is False else 1.0
-    options: dict[str, Any] = {"own_module": module, "steps": 6, "trainer": {"gradient_clip_val": clip}}
+    options: dict[str, Any] = {"own_module": module, "steps": 6, "trainer": {"gradient_clip_val": 1.0}}
     (alone,) = run_pooled(1, partial(train, **options))
     for result in run_pooled(2, partial(train, strategy=FSDP, **options)):
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
@@ -273,22 +187,3 @@ def test_a_module_trains_on_after_an_error(place: str) -> None:
     ]
     for losses in ranks:
         assert losses == pytest.approx(alone, abs=TOLERANCE)
-
-
-def frozen_twice(rank: int, world_size: int) -> bool:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world_size)
-    layer: Any = fully_shard(nn.Linear(4, 4, bias=False), mesh=init_device_mesh("cpu", (world_size,)))
-    keep_freezing(layer)
-    deque(gather_at_layers(layer, lambda: True), maxlen=0)
-    row = layer.weight
-    layer.unshard()
-    row.requires_grad_(False)  # as toggle_optimizer does
-    layer.weight.requires_grad_(False)  # as a module does
-    layer(torch.ones(4))
-    row.requires_grad_(True)
-    layer.reshard()
-    return bool(layer.weight.requires_grad)
-
-
-def test_what_is_frozen_twice_is_unfrozen_by_its_optimizer() -> None:
-    assert run_ranks(1, frozen_twice) == [True]

@@ -133,7 +133,7 @@ CASES: dict[str, Callable[[], Case]] = {
         "trainer": {"callbacks": [PartialExpertsCheckpoint("checkpoints")], "enable_checkpointing": True},
         "module": SharedTrunk(),
     },
-    "embed.weight is in 2 optimizers, and dense=fsdp, hsdp or mesh.tp keeps the states of one": lambda: {
+    "which dense=fsdp and hsdp gather parameters once: use automatic optimization, or dense=ddp": lambda: {
         "strategy": {"dense": "fsdp"},
         "module": SharedTrunk(),
     },

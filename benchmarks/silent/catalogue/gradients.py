@@ -193,7 +193,7 @@ CASES = (
         id="manual-passes-summed-twice",
         report="Lightning-AI/pytorch-lightning#4976",
         symptom="several backward passes of one step: what was summed by the first is summed again with the second",
-        subject=Training(module=Manual, optimizers=2, strategy={"dense": "fsdp"}),
+        subject=Training(module=Manual, optimizers=2, strategy={"dense": "zero1"}),
         fault=at_backward(_sums_again),
         doctor=("the gradient of", "step 1"),
     ),
