@@ -1,36 +1,23 @@
-"""Checks of a Trainer, its module and its optimizers before training.
-
-Optimizers are tried on small parameters. Experts are rows of stacked parameters, and the neighbors of an expert's row
-differ from rank to rank. Replicas diverge under an optimizer with a statistic over the whole tensor (Adafactor's
-clipping, LBFGS's products), or whose arithmetic depends on the position of a row (fused kernels, for rows that do not
-fill vector registers).
-"""
+"""Checks of a Trainer and its module before training."""
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import chain, zip_longest
-from typing import Any
+from itertools import zip_longest
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import moe_layers
 from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
-from moe_lightning.state.table import require_row_each
-from moe_lightning.state.tensors import frozen_base, is_cut, local, swap_parameters
+from moe_lightning.state.tensors import frozen_base
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 
 
@@ -133,23 +120,6 @@ def identical_buffers(module: nn.Module) -> list[str]:
     return [name for name, buffer in module.named_buffers() if id(buffer) in alike]
 
 
-_STEPS = 6
-_FIRST_WEIGHTS = 1e-3
-"""Small enough for the last bits of an update to be bits of the weights."""
-
-_NEIGHBORS = (2, 3, 5, 9, 128)
-"""Numbers of slots, of which the trial takes the last; a vector register ends at another place in each of the first
-four. The most have more than 4096 numbers, the size from which eight-bit optimizers quantize their states."""
-
-_VECTOR = 64
-"""Rows are tried with as many numbers as fill the last vector register of the real ones."""
-
-
-_LINE_BYTES = 64
-"""Bytes of a vector of torch's fused kernels on the CPU; the rest of a tensor is computed element by element, with
-another rounding."""
-
-
 def require_same_names(names: Sequence[list[str]]) -> None:
     """
     Args:
@@ -167,242 +137,6 @@ def require_same_names(names: Sequence[list[str]]) -> None:
             "order of their first logs: log the same names in the same order on every rank, with batch_size=0 where a "
             "batch has no value for one"
         )
-
-
-def require_no_exchanged_weights(optimizers: Sequence[Optimizer], dense: str) -> None:
-    """
-    Args:
-        dense: a sharding, which keeps states, or parts of weights and states, on one rank each.
-
-    Raises:
-        ConfigurationError: an optimizer that exchanges weights by its states.
-    """
-    for optimizer in optimizers:
-        if callable(getattr(optimizer, "eval", None)):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} exchanges weights by its states in eval() and train(), and "
-                f"dense={dense} keeps a part of these on each rank: use dense=ddp"
-            )
-
-
-def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
-    """Try every optimizer on small parameters with its own options.
-
-    Args:
-        stacks: the parameters whose rows are experts.
-
-    Raises:
-        ConfigurationError: one that updates an expert differently beside other experts, or has a state without a row
-            for each of them.
-    """
-    experts = set(stacks)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            outlines = {_outline(p): p for p in group["params"] if p in experts}
-            for parameter in outlines.values():
-                _require(optimizer, group, parameter)
-
-
-def require_updates_by_parameter(optimizers: Sequence[Optimizer], sharding: str) -> None:
-    """Try every optimizer on a small parameter, alone and beside others, with its own options.
-
-    Args:
-        sharding: option that gives each rank some of the parameters only.
-
-    Raises:
-        ConfigurationError: one that updates a parameter by what is in others, such as by the norm of all gradients.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            here = [p for p in group["params"] if not p.is_meta]  # those are in other stages
-            if here and not _updates_by_parameter(optimizer, group, here[0]):
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__} updates a parameter by what is in others, and {sharding} gives each "
-                    "rank some of them only: use AdamW or another optimizer that updates each by itself, or dense=ddp "
-                    "without mesh.pp"
-                )
-
-
-def _updates_by_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> bool:
-    """Return True if the optimizer updates a parameter alike whatever is beside it, or cannot be tried."""
-    generator = torch.Generator().manual_seed(0)
-    size = (4, *(8,) * parameter.ndim)  # four parameters
-    weights, *gradients = (torch.randn(size, generator=generator, device="cpu") for _ in range(1 + _STEPS))
-    scale = torch.tensor([1.0, 100.0, 100.0, 100.0]).view(-1, *(1,) * parameter.ndim)
-    found = []
-    try:
-        for count in (1, 4):
-            trials = [nn.Parameter(values.to(parameter)) for values in (scale * weights)[:count]]
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)  # of an optimizer that adds noise
-                replica = _like(optimizer, group, *trials)
-                for gradient in gradients:
-                    for trial, values in zip(trials, scale * gradient, strict=False):
-                        trial.grad = values.to(parameter)
-                    replica.step(lambda: 0.0)
-            found.append(trials[0].detach())
-    except Exception:  # of a class that we do not know
-        return True
-    alone, beside = found
-    return torch.allclose(alone, beside, rtol=0, atol=0, equal_nan=True)
-
-
-def require_one_closure_call(optimizer: Optimizer, has_begun: bool, dense: str) -> None:
-    """Check that an optimizer of parameters that ranks share computes the gradients of a step once.
-
-    Args:
-        has_begun: this step's update has begun; gradients are computed again.
-        dense: the sharding.
-
-    Raises:
-        ConfigurationError: it calls its closure again.
-    """
-    if has_begun:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} calls its closure more than once in a step, but dense={dense} exchanges what "
-            "ranks update after the step only: use dense=ddp, or an optimizer that calls it once"
-        )
-
-
-def require_host_updates(optimizers: Sequence[Optimizer]) -> None:
-    """Try every optimizer on a small parameter on the host that takes the place of another one.
-
-    Raises:
-        ConfigurationError: one that cannot update it.
-    """
-    for optimizer in optimizers:
-        for group in (group for group in optimizer.param_groups if group["params"]):
-            if (reason := _why_not_on_host(optimizer, group)) is not None:
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__} cannot update parameters on the host, as offload_optimizer=true asks "
-                    f"for ({reason}): use AdamW without capturable, another optimizer of torch, or "
-                    "offload_optimizer=false"
-                )
-
-
-def _why_not_on_host(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Return a reason for which the optimizer cannot update a replaced parameter; None if there is none."""
-    ndim, _, dtype = _outline(group["params"][0])
-    first, other = (nn.Parameter(torch.ones((2,) * ndim, dtype=dtype)) for _ in range(2))
-    try:
-        replica = _like(optimizer, group, first)
-    except Exception:  # of a class that we do not know
-        return None
-    swap_parameters(replica, {first: other})
-    other.grad = torch.ones_like(other)
-    try:
-        replica.step(lambda: 0.0)
-    except Exception as error:
-        return str(error).partition("\n")[0]
-    return "it keeps a list of parameters of its own" if first in replica.state else None
-
-
-def require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
-    """Try the optimizers of parameters that are cut by rows: the update of a row must not depend on rows that are
-    elsewhere.
-
-    Raises:
-        ConfigurationError: one with a statistic over the whole parameter.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            cut = [p for p in group["params"] if is_cut(p) and not p.is_meta]  # those are in other stages
-            kinds = {local(p).dtype: nn.Parameter(local(p).detach()) for p in cut}
-            for block in kinds.values():
-                if not _are_alike(_tried(optimizer, group, block), rtol=1e-3):
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} updates the rows of a parameter by what is in other rows, and "
-                        "dense=fsdp, hsdp and mesh.tp keep those on other ranks: "
-                        f"{_cure(block, 'AdamW')}, or dense=zero1 and mesh.tp=1"
-                    )
-
-
-def _are_alike(rows: Sequence[Tensor], rtol: float = 0.0) -> bool:
-    """Return True if all are as the first one; there may be none."""
-    return all(torch.allclose(rows[0], row, rtol=rtol, atol=0) for row in rows[1:])
-
-
-def _require(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
-    name = type(optimizer).__name__
-    if group.get("fused") and parameter.device.type == "cpu" and parameter[:1].nbytes % _LINE_BYTES:
-        raise _mixes(name, "drop fused=True")  # whether a small trial shows it is a matter of luck
-    rows = _tried(optimizer, group, parameter)
-    if not _are_alike(rows):
-        is_fused = group.get("fused") and parameter.dtype == torch.float32
-        raise _mixes(name, "drop fused=True" if is_fused else _cure(parameter, "AdamW, Adam, SGD"))
-    if rows:  # it can be tried
-        with torch.random.fork_rng(devices=[]):
-            trial, states = _trained(optimizer, group, parameter, _NEIGHBORS[-1])
-        for scope, value in states.items():
-            if isinstance(value, Tensor) and value.ndim:  # a number belongs to all rows
-                require_row_each(scope, value, "experts", trial)
-
-
-def _cure(parameter: nn.Parameter, optimizers: str) -> str:
-    """Return what helps against an optimizer that mixes the rows of a parameter.
-
-    Below float32, torch rounds the end of a vector otherwise than its rest, and AdamW may fail as well.
-    """
-    if parameter.dtype == torch.float32:
-        return f"use {optimizers} or another elementwise optimizer"
-    adamw = torch.optim.AdamW([parameter])
-    other = "AdamW, or " if _are_alike(_tried(adamw, adamw.param_groups[0], parameter)) else ""
-    return f"use {other}a precision with float32 parameters instead of {str(parameter.dtype)[6:]}"
-
-
-def _tried(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
-    """Return a row after some steps, alone and beside others; empty if the optimizer cannot be tried."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return [_trained(optimizer, group, parameter, slots)[0][-1] for slots in (1, *_NEIGHBORS)]
-    except Exception as error:  # of a class that we do not know, on parameters that are not its own
-        rank_zero_warn(
-            f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so whether it "
-            "updates every row by itself, and keeps replicas of experts alike, shows only where check_state_every "
-            "compares them"
-        )
-        return []
-
-
-def _mixes(name: str, cure: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{name} updates an expert differently beside other experts, so replicas would diverge and the loss would "
-        f"depend on the number of ranks: {cure} for the parameters of experts"
-    )
-
-
-def _outline(parameter: nn.Parameter) -> tuple[int, int, torch.dtype]:
-    """Return the properties, besides its values, on which the update of a row can depend: dimensions, rest of a vector,
-    dtype.
-    """
-    return parameter.ndim, parameter[:1].numel() % _VECTOR, parameter.dtype
-
-
-def _trained(
-    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, slots: int
-) -> tuple[Tensor, dict[str, Any]]:
-    """Return so many slots after some steps, an expert in the last and random rows in the others, and their states."""
-    ndim, rest, dtype = _outline(parameter)
-    shape = [1] * (ndim - 2) + [_VECTOR + rest]
-
-    def rows(seed: int) -> Tensor:
-        expert = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed), device="cpu")
-        others = torch.randn(slots - 1, *shape, generator=torch.Generator().manual_seed(1000 + seed), device="cpu")
-        return torch.cat([100.0 * others, expert]).to(parameter.device, dtype)
-
-    trial = nn.Parameter(_FIRST_WEIGHTS * rows(0))
-    replica = _like(optimizer, group, trial)
-    for step in range(_STEPS):
-        trial.grad = rows(1 + step) * 10.0**step
-        replica.step(lambda: 0.0)
-    return trial.detach(), replica.state.get(trial, {})
-
-
-def _like(optimizer: Optimizer, group: dict[str, Any], *parameters: nn.Parameter) -> Optimizer:
-    """Build an optimizer of these parameters, of the same class and with a group's options."""
-    known = inspect.signature(type(optimizer)).parameters
-    options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
-    return type(optimizer)(list(parameters), **options)
 
 
 def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:
@@ -475,27 +209,6 @@ def require_dense_gradients(module: nn.Module, beside: str) -> None:
             raise ConfigurationError(
                 f"the embedding {name} has sparse=True, and {beside} sums dense gradients only: use sparse=False, or "
                 "dense=ddp or zero1 without mesh.pp"
-            )
-
-
-def require_one_optimizer_each(
-    groups: Sequence[Sequence[Sequence[nn.Parameter]]], module: nn.Module, *, beside: str, cure: str
-) -> None:
-    """
-    Args:
-        groups: the parameters in the groups of each optimizer.
-        beside: what has one place for the states of a parameter, in words.
-        cure: what has more, in words.
-
-    Raises:
-        ConfigurationError: a parameter is in several optimizers.
-    """
-    homes = Counter(parameter for own in groups for parameter in set(chain.from_iterable(own)))
-    for name, parameter in module.named_parameters():
-        if homes[parameter] > 1:
-            raise ConfigurationError(
-                f"{name} is in {homes[parameter]} optimizers, and {beside} keeps the states of one: give each "
-                f"parameter to one optimizer, or use {cure}"
             )
 
 

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
-from moe_lightning.strategies.checks import (
+from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
+from moe_lightning.strategies.optimizer_checks import (
     require_no_exchanged_weights,
     require_updates_by_expert,
     require_updates_by_parameter,
     require_updates_by_row,
 )
-from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
 from moe_lightning.strategies.options import RunOptions
 from moe_lightning.strategies.precision import AgreedScaler, own_scale, share_scale
 from moe_lightning.strategies.state_check import StateCheck

@@ -40,15 +40,15 @@ from moe_lightning.state.tensors import (
 )
 from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memory
 from moe_lightning.strategies.averaging import Averaging
-from moe_lightning.strategies.checks import (
+from moe_lightning.strategies.checks import require_own_sharding
+from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
+from moe_lightning.strategies.optimizer_checks import (
     require_host_updates,
     require_one_closure_call,
     require_one_optimizer_each,
-    require_own_sharding,
     require_updates_by_expert,
 )
-from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
-from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.worlds import Worlds

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state import tensors
-from moe_lightning.strategies.checks import require_host_updates
+from moe_lightning.strategies.optimizer_checks import require_host_updates
 from tests.distributed.same_training import on_one_world
 from tests.distributed.training import train
 from tests.parameters import slow
@@ -88,11 +88,16 @@ def _assert_same_optimizers(plain: str, offloaded: str) -> None:
         assert all(torch.equal(value, other[number][name]) for name, value in state.items())
 
 
+class Foreign(torch.optim.SGD):
+    """Of a package that is not known."""
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda p: torch.optim.LBFGS(p), r"LBFGS cannot .* \(it keeps a list of parameters of its own\)"),
-        (lambda p: torch.optim.AdamW(p, capturable=True), r"AdamW cannot .* capturable=True.* without capturable"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS cannot update parameters on the host"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), "AdamW cannot .* use AdamW without capturable"),
+        (lambda p: Foreign(p, lr=0.1), "Foreign cannot update parameters on the host"),
     ],
 )
 def test_optimizers_that_cannot_are_refused(make: Any, reason: str) -> None:
