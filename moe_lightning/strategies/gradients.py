@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import grad_norm, rank_zero_warn
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -141,7 +141,7 @@ def _squared_part(gradient: Tensor | None, cut: TensorCut, world: World) -> Tens
 
 class Gradients:
     """Clipping of gradients by the norm of the whole model, their comparison between ranks, and a watch for updates
-    without both.
+    that nobody counts.
 
     Args:
         worlds: the present world, whose ranks share the gradients.
@@ -150,14 +150,12 @@ class Gradients:
     Attributes:
         last_norm: of the last clipped step, over the whole model.
         has_summed: a backward pass went through the strategy, which sums gradients over ranks.
-        are_uncounted: an optimizer was stepped past Lightning, whose steps are then no measure of updates.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self.last_norm: Tensor | None = None
-        self.has_summed = self.are_uncounted = False
-        self._paired: tuple[int, set[object]] | None = None  # step, and one gradient of a stage that had a norm
+        self.has_summed = False
         self._watch: RemovableHandle | None = None
         self._is_counted = False
         self._writers: list[str] | None = None  # hooks that may change gradients, on any rank
@@ -190,8 +188,7 @@ class Gradients:
         module their norm over all ranks; others are as they are on this rank. Collective.
 
         Raises:
-            ConfigurationError: a norm of the module's gradients other than the 2-norm, or norms of single ones in a
-                pipeline.
+            ConfigurationError: a norm of the module's gradients other than the 2-norm, or in a pipeline.
         """
         world, stack_of = self._worlds.present, self._state.experts.stack_of
         parameters = [p for p in self._state.module.parameters() if p.requires_grad]
@@ -206,47 +203,22 @@ class Gradients:
                 'self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm="value")'
             )
         if world.pipe.size > 1:
-            self._require_common_norm(among, world.pipe)
-        norm = global_gradient_norm(parameters, stack_of, world.stage, world.pipe, among=among)
-        return [norm, *(gradient for gradient in gradients if _memory_of(gradient) not in among)]
-
-    def _require_common_norm(self, among: set[object], pipe: World) -> None:
-        """Refuse a loop over parameters, each clipped by its own norm: a parameter of one stage would be clipped by the
-        norm of itself and one of another stage; collective.
-
-        Args:
-            among: `_memory_of` the gradients of this stage in the norm.
-
-        Raises:
-            ConfigurationError: several stages have one gradient and none has more, for the second time in a step and
-                with other gradients.
-        """
-        step = self._state.trainer.global_step
-        former = self._paired[1] if self._paired is not None and self._paired[0] == step else among
-        numbers = torch.zeros(2, pipe.size, device=pipe.device)
-        numbers[0, pipe.rank], numbers[1, pipe.rank] = len(among), former != among
-        all_reduce_(numbers, pipe)
-        counts, differ = pipe.read(numbers)
-        if counts.max() != 1 or counts.sum() == 1:
-            return
-        if differ.any():
             raise ConfigurationError(
-                "clip_grad_norm_ is called for one parameter at a time, or twice for lists of one parameter of each "
-                "stage of mesh.pp, which cannot be told from a loop whose stages have other parameters: call it once "
-                "for all, or use self.clip_gradients(optimizer, gradient_clip_val=...)"
+                "torch's functions for norms of gradients know one stage of mesh.pp only: use "
+                "self.clip_gradients(optimizer, gradient_clip_val=...), or moe_lightning.gradient_norms(self)"
             )
-        self._paired = step, among
+        norm = global_gradient_norm(parameters, stack_of, world.stage, among=among)
+        return [norm, *(gradient for gradient in gradients if _memory_of(gradient) not in among)]
 
     def forget_writers(self) -> None:
         """Ask all ranks again for hooks that may change gradients, in another training or world."""
-        self._writers = self._paired = None
+        self._writers = None
 
     def watch_updates(self) -> None:
-        """Warn once, until `end_watch`, of an optimizer that the module steps past Lightning: that of
+        """Refuse, until `end_watch`, an optimizer that the module steps past Lightning, on several ranks: that of
         `optimizers(use_pl_optimizer=False)`, or one inside of another.
         """
         self.end_watch()
-        self.are_uncounted = False
         self._watch = register_optimizer_step_pre_hook(self._check_counted)
 
     def end_watch(self) -> None:
@@ -265,18 +237,18 @@ class Gradients:
             self._is_counted = False
 
     def _check_counted(self, optimizer: Optimizer, *_: object) -> None:
-        """Raises as `_require_summed`."""
+        """
+        Raises:
+            ConfigurationError: the update of parameters of the module is not one of a step.
+        """
         state = self._state
-        is_known = self._is_counted or self.are_uncounted
-        if is_known or state.module.automatic_optimization or not state.trainer.training:
+        if self._is_counted or state.module.automatic_optimization or not state.trainer.training:
             return
-        if not {p for group in optimizer.param_groups for p in group["params"]}.isdisjoint(state.module.parameters()):
-            self._require_summed()
-            self.are_uncounted = True
-            rank_zero_warn(
-                f"{type(optimizer).__name__} is stepped past Lightning, which counts no step then, so what comes with "
-                "steps is left out (checkpoints, selection biases of routers, averages, checks of gradients and "
-                "state): step what self.optimizers() returns"
+        updated = {p for group in optimizer.param_groups for p in group["params"]}
+        if self._worlds.may_have_peers and not updated.isdisjoint(state.module.parameters()):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} is stepped past Lightning, and so past the sums and checks of several "
+                "ranks: step what self.optimizers() returns"
             )
 
     def _require_summed(self) -> None:

@@ -150,23 +150,6 @@ class BackwardByHand(ClipsManually):
     clip = staticmethod(lambda *_: None)  # type: ignore[assignment]
 
 
-class ClipsEach(Clips):
-    """Clips each parameter by its own norm."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        for parameter in self.parameters():
-            torch.nn.utils.clip_grad_norm_(parameter, 0.05)
-
-
-class ClipsRouters(Clips):
-    """Reads the norm of one parameter of each layer, and clips by it."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        weights = [p for name, p in self.named_parameters() if name.endswith("router.weight")]
-        get_total_norm([p.grad for p in weights if p.grad is not None])
-        torch.nn.utils.clip_grad_norm_(weights, 1e-4)
-
-
 class ClipsInACallback(pl.Callback):
     """Clips where hooks see gradients."""
 
@@ -227,8 +210,6 @@ def clipped_on_one_rank(kind: type) -> list[float]:
         slow(ClipsInTwoSteps, 2, {"dense": "fsdp"}),
         (ClipsWithAnother, 2, {}),
         (Clips, 2, {"mesh": {"tp": 2}}),
-        (Clips, 2, {"mesh": {"pp": 2}}),
-        (ClipsRouters, 2, {"mesh": {"pp": 2}}),
         slow(Clips, 4, {"mesh": {"tp": 2}, "dense": "fsdp"}),
     ],
 )
@@ -271,6 +252,6 @@ def test_a_backward_pass_past_the_strategy_is_named() -> None:
         run_pooled(2, clipped, BackwardByHand, {})
 
 
-def test_clipping_parameter_by_parameter_is_refused_in_stages() -> None:
-    with pytest.raises(RankFailure, match="clip_grad_norm_ is called for one parameter at a time"):
-        run_pooled(2, clipped, ClipsEach, {"mesh": {"pp": 2}, "timeout_s": 20})
+def test_clipping_by_torch_is_refused_in_stages() -> None:
+    with pytest.raises(RankFailure, match=r"know one stage of mesh.pp only: use self\.clip_gradients"):
+        run_pooled(2, clipped, Clips, {"mesh": {"pp": 2}, "timeout_s": 20})

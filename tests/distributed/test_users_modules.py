@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torchmetrics import MeanMetric
 
@@ -496,46 +495,17 @@ class PastLightning(TwoPlayers):
         optimizer.step()
 
 
-class PastTheStrategy(PastLightning):
-    """Calls loss.backward(), too."""
-
-    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
-        loss.backward()
-
-
-class WatchedByOthers(PastLightning):
-    """Another hook of all updates is registered behind the strategy's."""
-
-    def on_train_start(self) -> None:
-        self.handle = register_optimizer_step_pre_hook(lambda *_: None)
-
-    def on_train_end(self) -> None:
-        self.handle.remove()
+def test_an_update_past_lightning_is_refused_on_several_ranks() -> None:
+    (alone,) = run_pooled(1, steps_past_lightning)
+    assert alone == 0  # as Lightning counts them
+    with pytest.raises(RankFailure, match=r"AdamW is stepped past Lightning.*: step what self\.optimizers\(\) returns"):
+        run_pooled(2, steps_past_lightning)
 
 
-def past_lightning(rank: int, world_size: int, kind: type[Base]) -> list[str]:
-    """The warnings of such updates."""
+def steps_past_lightning(rank: int, world_size: int) -> int:
     trainer = make_trainer(rank, world_size, {"find_unused_parameters": True}, max_epochs=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(kind(), tokens(12, 6)())
-    return [line for line in (str(warning.message) for warning in caught) if "past Lightning" in line]
-
-
-def test_an_update_past_lightning_is_noticed_once() -> None:
-    assert run_pooled(1, past_lightning, TwoPlayers) == [[]]
-    ((line,),) = run_pooled(1, past_lightning, PastTheStrategy)
-    assert line.startswith("AdamW is stepped past Lightning")
-
-
-def test_other_hooks_of_updates_may_follow_the_watch() -> None:
-    assert run_pooled(1, past_lightning, WatchedByOthers) != [[]]
-
-
-def test_gradients_of_one_rank_alone_are_refused_also_past_lightning() -> None:
-    assert [len(lines) for lines in run_pooled(2, past_lightning, PastLightning)] == [1, 0]
-    with pytest.raises(RankFailure, match=r"sums their gradients .* call self\.manual_backward\(loss\) instead"):
-        run_pooled(2, past_lightning, PastTheStrategy)
+    trainer.fit(PastLightning(), tokens(12, 6)())
+    return trainer.global_step
 
 
 # ---------------------------------------------------------------------- loaders that are no list of indices
