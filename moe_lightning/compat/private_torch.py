@@ -212,8 +212,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
-CAST: Any = torch.ops.aten._to_copy.default
-"""The operations of `torch.nn.functional.grouped_mm` and of casts. No public name gives them."""
+"""The operation of `torch.nn.functional.grouped_mm`. No public name gives it."""
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -110,7 +110,7 @@ class ArithmeticCheck:
     def before_step(self, step: int) -> None:
         """Begin to screen products, if that is due. Not collective."""
         if self.schedule.begins(step):
-            self.products = Products(self._state.module, seed=step) if self.schedule.is_due(step) else None
+            self.products = Products(seed=step) if self.schedule.is_due(step) else None
 
     def before_update(self) -> str:
         """Compare products of the running step, which is checked; collective.

@@ -16,10 +16,9 @@ from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_lightning.compat import private_torch
-from moe_lightning.state.tensors import local
 
 _SINGLE = 2.0**-24
 """Relative rounding of float32, in which products of narrower numbers are summed, too."""
@@ -42,7 +41,7 @@ class Element:
     """An element of a product.
 
     Attributes:
-        place: module in words.
+        place: product in words.
         value: as computed in the step.
         again: the same, computed from `terms` by the same rank.
         terms: float64 [2, K]: the row and the column of which it is the scalar product.
@@ -105,7 +104,6 @@ class Products(private_torch.OperationMode):
     """Screens the matrix products that are computed inside of it.
 
     Args:
-        module: whose parts are named.
         seed: of random signs.
 
     Attributes:
@@ -113,11 +111,8 @@ class Products(private_torch.OperationMode):
         seconds: that screening took.
     """
 
-    def __init__(self, module: nn.Module, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._module = module
-        self._casts: dict[int, int] = {}  # memory of a tensor by that of a copy in another dtype
-        self._weights: dict[int, int] = {}  # memory of the second operand of a forward pass by that of the first one
         self._draws = torch.Generator().manual_seed(seed)
         self._worst_ratio = -1.0
         self.worst = Element(terms=torch.zeros(2, 0, dtype=torch.float64))
@@ -134,16 +129,12 @@ class Products(private_torch.OperationMode):
                 for product in products_of(args, kwargs, result):
                     self._screen(product)
             self.seconds += time.perf_counter() - began
-        elif func is private_torch.CAST:
-            self._casts[_memory_of(result)] = _memory_of(args[0])
         return result
 
     def _screen(self, product: _Product) -> None:
         a, b, c, added, alpha, beta = product
         if not a.numel():
             return
-        if not private_torch.is_in_backward():
-            self._weights[_memory_of(a)] = _memory_of(b)
         wide = torch.promote_types(c.dtype, torch.float32)
         signs = torch.randint(0, 2, c.shape[-1:], generator=self._draws).to(c.device, wide).mul_(2).sub_(1)
         projected_b, norms_b = _projected(b, signs)
@@ -160,29 +151,10 @@ class Products(private_torch.OperationMode):
         ratio, row = (float(found) for found in unexplained.max(dim=0))
         if ratio > self._worst_ratio:
             self._worst_ratio = ratio
-            self.worst = _worst_of(product, *divmod(int(row), c.shape[-2]), wide, self._place(a, b))
-
-    def _place(self, a: Tensor, b: Tensor) -> str:
-        """Return the module whose parameter is an operand, or in a backward pass of which one was an input."""
-        owners = {
-            _memory_of(local(parameter)): name.rpartition(".")[0] or type(self._module).__name__
-            for name, parameter in self._module.named_parameters()
-            if not parameter.is_meta
-        }
-        prefix = "the backward pass of " if private_torch.is_in_backward() else ""
-        for operand in map(_memory_of, (b, a)):
-            weight = self._weights.get(operand, operand)
-            for memory in (operand, self._casts.get(operand), weight, self._casts.get(weight)):
-                if memory in owners:
-                    return prefix + owners[memory]
-        return f"{prefix}a product of {list(a.shape)} and {list(b.shape)}"
+            self.worst = _worst_of(product, *divmod(int(row), c.shape[-2]), wide)
 
 
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _worst_of(product: _Product, number: int, row: int, wide: torch.dtype, place: str) -> Element:
+def _worst_of(product: _Product, number: int, row: int, wide: torch.dtype) -> Element:
     """Return the element that rounding explains least, of a row of one of several products."""
     a, b, c, added, alpha, beta = product
     if c.ndim == 3:
@@ -196,7 +168,7 @@ def _worst_of(product: _Product, number: int, row: int, wide: torch.dtype, place
     if added is not None:
         left, right = torch.cat([left, own[column].cpu().double()[None]]), torch.cat([right, right.new_ones(1)])
     element = Element(
-        place=place,
+        place=f"a product of {list(a.shape)} and {list(b.shape)}",
         value=float(c[row, column]),
         terms=torch.stack([left, right]),
         unit=product.unit,

@@ -167,7 +167,7 @@ PROPERTIES = {
 OTHERS = {
     "_C", "_IS_INTERACTIVE", "_amp_foreach_non_finite_check_and_unscale_", "_base", "_buffers", "_device_types",
     "_distributed_c10d", "_foreach_mul_", "_get_backend", "_get_sequence_number_for_group",
-    "_grouped_mm", "_to_copy", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
+    "_grouped_mm", "_group_end", "_group_start", "_parameters", "_pickler", "_subclasses",
     "_timeout", "_unpickler", "_values", "_version", "_world", "_compiled_call_impl",
     "_composable", "_current_graph_task_id", "_module_state_mapping", "_orig_cls_mro_index", "_val_check_time_interval",
     "_backward_hooks", "_post_accumulate_grad_hooks",
@@ -314,7 +314,6 @@ def test_operations_pass_through_a_mode_in_forward_and_backward_passes() -> None
         )
     assert mode.seen.count(torch.ops.aten.mm.default) == 2, gone("TorchDispatchMode")
     assert private_torch.GROUPED_MM in mode.seen, gone("torch.ops.aten._grouped_mm")
-    assert private_torch.CAST in mode.seen, gone("torch.ops.aten._to_copy")
 
 
 def test_tensors_without_memory() -> None:
