@@ -123,39 +123,29 @@ def adapted_line(
 
 class StateGrowth:
     """Detector of optimizer states that the session has no room for, such as those of a backbone that is trained from
-    some epoch on, and of other optimizers than the session saves.
+    some epoch on.
 
     Optimizers of torch and of this library make the states of a parameter in its first update. So ranks ask each other
     only while a trained parameter lacks states, and once after a change that all ranks see alike: of parameter groups,
     of the parameters that are trained, of the experts' ranks. Another optimizer may make states in any update, and
     ranks of a pipeline do not see the parameters of other stages: there they ask at every checkpoint.
-
-    Attributes:
-        has_replaced: True if the optimizers are others than those of the session; set by the callback, alike on all
-            ranks.
     """
 
     def __init__(self) -> None:
         self._known: Collection[str] = ()
         self._seen: object = None
         self._may_grow = True
-        self.has_replaced = False
 
     def begin(self, state: TrainState) -> None:
         """Take the present states as those of a new session."""
         self._known, self._seen = state.training_state().moment_shapes().keys(), None
-        self.has_replaced = False
 
     def look_again(self) -> None:
         """Ask at the next checkpoint: experts have moved."""
         self._seen = None
 
     def found(self, state: TrainState, world: World) -> bool:
-        """Return True on every rank if one of them has further states, or all have other optimizers; collective where
-        something can have grown.
-        """
-        if self.has_replaced:
-            return True
+        """Return True on every rank if one of them has further states; collective where something can have grown."""
         seen = state.trained()
         if seen == self._seen and not self._may_grow:
             return False
@@ -312,10 +302,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Finish the copy of the weights."""
         self._wait_for_copy()
 
-    @override
-    def on_optimizers_replaced(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._growth.has_replaced = True
-
     def _wait_for_copy(self) -> float:
         """Finish the copy of the last snapshot, and return the seconds that training has waited for it."""
         stall_s = self.session.wait_before_update() if self.session is not None else 0.0
@@ -411,9 +397,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._close(wait=False)  # no later checkpoint holds anything of the updates that were taken back
         if self.session is not None:
             self.session.protect()
-        _strategy(trainer).follow_optimizers()  # a callback may have replaced them in this step
-        has_changed = self._experts_moved or self._growth.has_replaced
-        if self.session is not None and self.session.in_window and not has_changed:
+        if self.session is not None and self.session.in_window and not self._experts_moved:
             self.session.save_more(trainer.global_step)
             self._log(trainer, self.session)
         elif self.session is None or self.session.in_window or trainer.global_step - saved_at >= self._interval():
@@ -442,7 +426,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = _strategy(trainer)
         strategy.state.parts.reshard()  # a callback may have called the module
-        strategy.follow_optimizers()  # or replaced them
         strategy.update.state_check.before_save(trainer.global_step)
         self.lost.counts.join_stages(strategy.state.stages)
         if self._experts_moved:

@@ -214,10 +214,10 @@ class SpikeGuard(ExpertParallelCallback):
                 )
 
     def _drop_copies(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """They are of another training, of other rows of experts, of other optimizers or of another world."""
+        """They are of another training, of other rows of experts or of another world."""
         self._copies.clear()
 
-    on_train_start = on_before_experts_move = on_optimizers_replaced = on_world_changed = _drop_copies
+    on_train_start = on_before_experts_move = on_world_changed = _drop_copies
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

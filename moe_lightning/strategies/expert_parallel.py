@@ -585,17 +585,8 @@ class ExpertParallelStrategy(DDPStrategy):
         with self.state.stages.whole_module():
             super().setup_optimizers(trainer)
         self.state.forget_restored()
-        self._take_optimizers()
-
-    def _take_optimizers(self) -> None:
         self.update.check_optimizers(self.optimizers, are_new=True)
         self.state.set_optimizers(self.optimizers)
-
-    def follow_optimizers(self) -> None:
-        """Go on with the optimizers that a callback or the module has given the Trainer since the last step."""
-        if self.state.has_replaced(self.optimizers):
-            self._take_optimizers()
-            call_hook(self.state.module, ExpertParallelCallback.on_optimizers_replaced)
 
     @override
     def configure_ddp(self) -> None:
@@ -815,7 +806,6 @@ class ExpertParallelStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.is_left_alone:
             return {}
-        self.follow_optimizers()
         return self.checkpoints.optimizer_state(optimizer)
 
     @override
@@ -897,7 +887,7 @@ class ExpertParallelStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         require_accumulation(self.state.trainer)
-        self.follow_optimizers()
+        self.state.require_same_optimizers(self.optimizers)
         self.update.check_optimizers(self.optimizers)
         self._sum_unfrozen()
         self.update.finite.begin_batch(self.state.module)

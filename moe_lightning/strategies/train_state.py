@@ -58,6 +58,11 @@ FIXED_GROUPS = (
     "all parameters to configure_optimizers and unfreeze them later, or use dense=ddp without FaultRecovery"
 )
 
+_REPLACED = (
+    "trainer.optimizers were replaced during a fit: change the options of their parameter groups instead, or begin "
+    "another fit"
+)
+
 
 class TrainState:
     """Live state of this rank in any world.
@@ -148,21 +153,13 @@ class TrainState:
             self.require_one_optimizer_each(beside="mesh.tp", cure="dense=ddp or zero1 without mesh.tp")
         self.shards.begin()
 
-    def has_replaced(self, optimizers: Sequence[Optimizer]) -> bool:
-        """True if these are others than those of the fit: a user has replaced some.
-
-        Raises:
-            ConfigurationError: parameter groups are fixed, averages are among the states, or steps are repeated.
+    def require_same_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """
-        if list(optimizers) == self.optimizers:
-            return False
-        if self.fixes_groups or self.averaging.averages is not None or self.window_replay is not None:
-            raise ConfigurationError(
-                "trainer.optimizers were replaced, which only dense=ddp without mesh.tp, mesh.pp, FaultRecovery and "
-                "WeightAveraging follows, and not while lossless=True repeats steps: change the options of their "
-                "parameter groups instead"
-            )
-        return True
+        Raises:
+            ConfigurationError: a user has replaced some since the fit began.
+        """
+        if list(optimizers) != self.optimizers:
+            raise ConfigurationError(_REPLACED)
 
     def training_state(self) -> TrainingState:
         """Return the live tensors of the run under their checkpoint keys."""
@@ -252,16 +249,13 @@ class TrainState:
         """Return the number of an optimizer.
 
         Raises:
-            ConfigurationError: it is not one of this fit. A StopIteration would end the epoch.
+            ConfigurationError: it is not one of this fit.
         """
         bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         for number, known in enumerate(self.optimizers):
             if known is bare:
                 return number
-        raise ConfigurationError(
-            f"{type(bare).__name__} is not one of the {len(self.optimizers)} optimizers that this step began with: "
-            "replace trainer.optimizers between steps, such as in on_train_epoch_start"
-        )
+        raise ConfigurationError(_REPLACED)
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters that an optimizer updates on some rank, in an order that all ranks share."""

@@ -74,11 +74,6 @@ class ExpertParallelCallback(Callback):
         training: nobody may read weights until a step begins. Not collective.
         """
 
-    def on_optimizers_replaced(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Called when the strategy goes on with optimizers that were given to the Trainer during a fit: their states
-        are not those of the ones before. Not collective.
-        """
-
     def on_before_recovery(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Called before a recovery looks for snapshots in memory: publish one that is being copied. Not collective."""
 

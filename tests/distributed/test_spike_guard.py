@@ -313,18 +313,3 @@ def test_manual_optimization_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^SpikeGuard returns to the end of a step, which manual"):
         trainer.fit(Manual(), DataLoader(RandomTokens(), batch_size=4))
     assert torch.is_grad_enabled()
-
-
-class Replacing(pl.Callback):
-    """Gives the Trainer another optimizer."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step == EVERY + 1:
-            trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.01)]
-
-
-def test_no_copies_of_replaced_optimizers_are_kept() -> None:
-    guard = SpikeGuard(every_n_steps=EVERY)
-    trainer = make_trainer(0, 1, {}, callbacks=[Replacing(), guard], max_steps=EVERY + 3)
-    trainer.fit(Spiky({}), DataLoader(Numbered(), batch_size=BATCH))
-    assert {optimizer for kept in guard._copies for optimizer, _ in kept.states} == set(trainer.optimizers)

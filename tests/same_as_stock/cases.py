@@ -548,16 +548,6 @@ def _(run: Run) -> None:
     run.trainer(callbacks=[Killer()]).fit(run.module(m.Net), loader(), loader(4))
 
 
-@case("optimizers that are replaced")
-def _(run: Run) -> None:
-    class Switch(pl.Callback):
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            if trainer.current_epoch == 1:
-                trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.05)]
-
-    run.trainer(max_epochs=3, callbacks=[Switch()]).fit(run.module(m.Taped), loader(), loader(4))
-
-
 @case("a stop in a validation")
 def _(run: Run) -> None:
     class Stops(pl.Callback):
