@@ -56,8 +56,8 @@ def dense_sharding_name(dense: str, shard_size: int | None) -> str:
     Raises:
         ConfigurationError: an unknown one, or a `shard_size` that it does not use.
     """
-    factory = DENSE_SHARDINGS.find(dense)
-    if shard_size is not None and not hasattr(factory, "cut_size"):
+    DENSE_SHARDINGS.find(dense)
+    if shard_size is not None and dense in ("ddp", "zero1", "fsdp"):
         raise ConfigurationError(f"shard_size={shard_size} is for dense=hsdp, not dense={dense}: drop one of them")
     return dense
 
@@ -82,20 +82,7 @@ class FullySharded(ReplicatedDense):
 
     @staticmethod
     def cut_size(nodes: Sequence[object], wanted: int | None) -> int:
-        """Return the number of ranks that share one copy.
-
-        Args:
-            nodes: of each rank.
-            wanted: the user's `shard_size`.
-
-        Raises:
-            ConfigurationError: a size that needs hsdp.
-        """
-        if wanted is not None and wanted < len(nodes):
-            raise ConfigurationError(
-                f"shard_size={wanted} asks for several copies, and dense=fsdp keeps one over all {len(nodes)} ranks: "
-                "use dense=hsdp"
-            )
+        """Return the number of ranks that share one copy."""
         return len(nodes)
 
 
@@ -173,8 +160,6 @@ def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors:
         wanted: the user's `shard_size`.
         tensors: neighbouring ranks that compute parts of layers together.
 
-    Raises:
-        ConfigurationError: a `shard_size` that does not fit the ranks.
     """
     size_of = getattr(DENSE_SHARDINGS.find(dense), "cut_size", None)
     firsts = nodes[::tensors]
