@@ -162,7 +162,9 @@ class FaultRecovery(ExpertParallelCallback):
             sources=None if checkpoint is None else checkpoint.recovery_sources(strategy),
             protection=partial(self._layout, strategy),
         )
-        private_lightning.run_fit_by(trainer, partial(elastic.run, policy), elastic.step.batch.record_meeting)
+        batch = elastic.step.batch
+        private_lightning.run_fit_by(trainer, partial(elastic.run, policy), batch.record_meeting)
+        private_lightning.watch_batch_ends(trainer, lambda: batch.running)
 
     def _layout(self, strategy: ExpertParallelStrategy) -> ProtectionLayout:
         """Protection of snapshots in the present world: the ranks that protect each other's."""

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -24,8 +23,7 @@ from lightning.fabric.utilities.types import _Stateful as StatefulLoader
 from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper as BatchIndices
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
@@ -33,7 +31,6 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as SubprocessLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -59,6 +56,7 @@ def batches_of(indices: BatchIndices) -> object:
 # ---------------------------------------------------------------------- methods that are replaced
 
 _REPLACED = "_moe_lightning_replaced"
+_HOOK = "on_train_batch_end"
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -78,6 +76,9 @@ def use_own_methods(trainer: pl.Trainer) -> None:
     loops = (fit, fit.epoch_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for owner in (*connectors, *loops, trainer.precision_plugin):
         _restore(owner)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(watched := vars(callback).get(_HOOK), _WatchedHook):
+            watched.end_watch(callback)
 
 
 # ---------------------------------------------------------------------- launching
@@ -453,54 +454,37 @@ def _requeue_is_due(trainer: pl.Trainer) -> bool:
 @dataclass
 class BatchEnd:
     """End of a batch whose optimizer step is made: `on_train_batch_end` of every callback and of the module, then what
-    is logged.
+    is logged. `watch_batch_ends` counts the parts as they run.
 
     Attributes:
         arguments: of the hook: outputs, batch, index.
         done: parts that have ended, in this order.
-        has_failed: the next part has begun.
+        has_begun: the next part has begun.
         logged: values of the step that are logged; None: those that Lightning still has.
     """
 
     arguments: tuple[Any, Any, int]
     done: int = 0
-    has_failed: bool = False
+    has_begun: bool = False
     logged: dict[str, Any] | None = None
+
+    @classmethod
+    def after_training_step(cls, trainer: pl.Trainer, batch: Any, output: Any) -> BatchEnd:
+        """Return the end of a batch, of which nothing has run, with the outputs that the epoch loop makes of that of
+        `training_step`.
+        """
+        result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+        outputs = {} if result.loss is None else result.asdict()
+        return cls((outputs, batch, trainer.fit_loop.epoch_loop.batch_idx))
 
     @staticmethod
     def num_parts(trainer: pl.Trainer) -> int:
         """Callbacks, the module, and the log."""
         return len(trainer.callbacks) + 2  # type: ignore[attr-defined]
 
-    @classmethod
-    def left_by(cls, error: BaseException, trainer: pl.Trainer, *, is_prepared: bool) -> BatchEnd | None:
-        """Return what remains of a batch after an exception in the training loop; None if its step was not made, or
-        nothing remains. The frames of the loop alone show which callback's hook has failed, and with which arguments.
-
-        Args:
-            is_prepared: the step is made on other ranks, and this rank makes it as well.
-        """
-        loop = trainer.fit_loop.epoch_loop
-        batches: Any = loop.batch_progress
-        is_made = is_prepared or (batches.current.ready == batches.current.processed and not loop._should_accumulate())
-        frames = {frame.f_code: frame.f_locals for frame, _ in reversed([*walk_tb(error.__traceback__)])}
-        running = frames.get(_TrainingEpochLoop.advance.__code__)
-        if running is None or not is_made or "batch_output" not in running:
-            return None
-        end = cls((running["batch_output"], running["batch"], running["batch_idx"]))
-        optimization = frames.get(_AutomaticOptimization.run.__code__)
-        if optimization is not None and optimization["closure"]._result is not None:
-            end.arguments = (optimization["closure"]._result.asdict(), *end.arguments[1:])
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        of_callbacks = frames.get(call._call_callback_hooks.__code__, {})
-        of_module = frames.get(call._call_lightning_module_hook.__code__, {})
-        if of_callbacks.get("hook_name") == "on_train_batch_end":
-            end.done, end.has_failed = callbacks.index(of_callbacks["callback"]), True
-        elif of_module.get("hook_name") == "on_train_batch_end":
-            end.done, end.has_failed = len(callbacks), True
-        elif frames.keys() & {c.__code__ for c in (_LoggerConnector.on_batch_end, _LoggerConnector.log_metrics)}:
-            end.done, end.has_failed = len(callbacks) + 1, True
-        return end
+    def reach(self, part: int, *, begins: bool) -> None:
+        """Note that a part begins, which ends those before it."""
+        self.done, self.has_begun = part, begins
 
     def keep_log(self, trainer: pl.Trainer) -> None:
         """Keep what the step has logged, which Lightning drops at the end of an epoch; in `on_train_epoch_end`."""
@@ -513,13 +497,13 @@ class BatchEnd:
         """
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
         for index, owner in enumerate([*callbacks, module][: self.done]):
-            if owner.on_train_batch_end.__code__ is _OF_RANK_ZERO:
+            if type(owner).on_train_batch_end.__code__ is _OF_RANK_ZERO:
                 owner.on_train_batch_end(*(() if index == len(callbacks) else (trainer, module)), *self.arguments)
         self.done = min(self.done, len(callbacks) + 1)
 
     def skip_failed(self, *, ended: int) -> None:
         """Count the part that has failed as ended, if it has ended on another rank, where so many have."""
-        self.done += self.has_failed and ended > self.done
+        self.done += self.has_begun and ended > self.done
 
     def run_log(self, trainer: pl.Trainer) -> None:
         """Log, and leave the hooks out."""
@@ -530,13 +514,13 @@ class BatchEnd:
         """Do what is left, as the training loop does it."""
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
         while self.done < len(callbacks):
-            self.has_failed, module._current_fx_name = True, "on_train_batch_end"
+            self.has_begun, module._current_fx_name = True, _HOOK
             callbacks[self.done].on_train_batch_end(trainer, module, *self.arguments)
-            self.done, self.has_failed, module._current_fx_name = self.done + 1, False, None
+            self.done, self.has_begun, module._current_fx_name = self.done + 1, False, None
         if self.done == len(callbacks):
-            self.has_failed = True
-            call._call_lightning_module_hook(trainer, "on_train_batch_end", *self.arguments)
-            self.done, self.has_failed = self.done + 1, False
+            self.has_begun = True
+            call._call_lightning_module_hook(trainer, _HOOK, *self.arguments)
+            self.done, self.has_begun = self.done + 1, False
         if self.done < self.num_parts(trainer):
             connector = trainer._logger_connector
             if self.logged is not None:
@@ -551,6 +535,64 @@ class BatchEnd:
 
 
 _OF_RANK_ZERO = rank_zero_only(lambda: None).__code__  # the wrapper's, which all such functions share
+
+
+@dataclass
+class _WatchedHook:
+    """A callback's hook `on_train_batch_end`, whose begin and end are noted in the running `BatchEnd`, if there is one.
+
+    Attributes:
+        own: the hook.
+        part: its number.
+        running: returns the `BatchEnd`.
+        is_last: the module's hook follows, which nothing else shows.
+    """
+
+    own: Callable[..., None]
+    part: int
+    running: Callable[[], BatchEnd | None]
+    is_last: bool
+
+    def __call__(self, *arguments: Any) -> None:
+        end = self.running()
+        if end is not None:
+            end.reach(self.part, begins=True)
+        self.own(*arguments)
+        if end is not None:
+            end.reach(self.part + 1, begins=self.is_last)
+
+    def end_watch(self, callback: Any) -> None:
+        """Give the callback its own hook back."""
+        del vars(callback)[_HOOK]
+        if getattr(callback, _HOOK) != self.own:  # that of this object alone
+            vars(callback)[_HOOK] = self.own
+
+
+def watch_batch_ends(trainer: pl.Trainer, running: Callable[[], BatchEnd | None]) -> None:
+    """Note in a `BatchEnd` which of its parts begin and end, until `use_own_methods`. No public hook comes around
+    those of callbacks.
+
+    Args:
+        running: returns the end of the batch that runs; None: nothing is noted.
+    """
+    callbacks, connector = trainer.callbacks, trainer._logger_connector  # type: ignore[attr-defined]
+    log = len(callbacks) + 1
+    for part, callback in enumerate(callbacks):
+        own = getattr(callback, _HOOK)
+        vars(callback)[_HOOK] = _WatchedHook(own, part, running, is_last=part == len(callbacks) - 1)
+
+    def on_batch_end() -> None:
+        if (end := running()) is not None:
+            end.reach(log, begins=True)
+        type(connector).on_batch_end(connector)
+
+    def update_train_step_metrics() -> None:
+        type(connector).update_train_step_metrics(connector)
+        if (end := running()) is not None:
+            end.reach(log + 1, begins=False)
+
+    _replace(connector, "on_batch_end", on_batch_end)
+    _replace(connector, "update_train_step_metrics", update_train_step_metrics)
 
 
 def end_resumed_epochs(trainer: pl.Trainer) -> None:

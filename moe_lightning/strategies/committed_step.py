@@ -203,13 +203,21 @@ class UnfinishedBatch:
 
     Args:
         state: of this rank.
+
+    Attributes:
+        running: end of the batch whose training step came last, as far as it has run.
     """
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
+        self.running: private_lightning.BatchEnd | None = None
         self._left: tuple[int, private_lightning.BatchEnd] | None = None  # by the step that it belongs to
         self._ended: tuple[int, private_lightning.BatchEnd] | None = None  # here, perhaps not yet on rank 0
         self._has_lost_rank_zero = False
+
+    def begin(self, batch: Any, output: Any) -> None:
+        """Note the batch of a training step, and what that has returned."""
+        self.running = private_lightning.BatchEnd.after_training_step(self._state.trainer, batch, output)
 
     def record_end(self, step: int, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note that the batch of a committed step ends here; rank 0, which logs it, may be lost before."""
@@ -229,20 +237,20 @@ class UnfinishedBatch:
         """Note the ranks that a recovery has lost."""
         self._has_lost_rank_zero |= 0 in ranks
 
-    def keep(self, fault: BaseException, *, is_prepared: bool) -> None:
+    def keep(self, *, is_prepared: bool) -> None:
         """Keep what a fault has left to do of the last step, if that is committed. Where nothing is left here, rank 0
         may not have logged it.
 
         Args:
             is_prepared: the step is made on other ranks, and this rank makes it as well.
         """
-        trainer = self._state.trainer
-        left = private_lightning.BatchEnd.left_by(fault, trainer, is_prepared=is_prepared)
-        if left is not None:
+        trainer, left = self._state.trainer, self.running
+        is_made = is_prepared or not private_lightning.is_step_open(trainer)
+        if left is not None and is_made and left.done < private_lightning.BatchEnd.num_parts(trainer):
             self._left = trainer.global_step + is_prepared, left
         elif self._ended is not None:
             self._left = self._ended
-        self._ended = None
+        self.running = self._ended = None
 
     def finish(self, step: int, world: World, *, made_steps: bool, with_newcomers: bool) -> bool:
         """Run what is left, each hook once, and return True if it was run whole; collective.
@@ -367,9 +375,9 @@ class CommittedStep:
 
     # ------------------------------------------------------------------ recovering
 
-    def keep_batch(self, fault: BaseException) -> None:
+    def keep_batch(self) -> None:
         """Keep what a fault has left to do of the batch."""
-        self.batch.keep(fault, is_prepared=self.prepared is not None)
+        self.batch.keep(is_prepared=self.prepared is not None)
 
     def apply_prepared(self) -> None:
         """Apply the update that others have applied, unless an earlier plan of this recovery has: snapshots that turn

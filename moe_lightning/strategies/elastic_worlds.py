@@ -383,7 +383,7 @@ class ElasticWorlds:
                 if not is_world_fault(fault := self._lost_by(error), self.engine.reason):
                     error.add_note(self.step.place)
                     raise
-                self.step.keep_batch(error)
+                self.step.keep_batch()
                 if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
                     is_first, self.is_newcomer = False, self.step.version == 0
 

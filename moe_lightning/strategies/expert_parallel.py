@@ -895,10 +895,13 @@ class ExpertParallelStrategy(DDPStrategy):
         by_hand = not self.state.module.automatic_optimization
         with self.steps.training(args), self.state.shards.whole_groups() if by_hand else nullcontext():
             if self._pipeline is not None:
-                return self._pipeline.train(self.precision_plugin.train_step_context, args)
-            output = super().training_step(*args, **kwargs)
+                output = self._pipeline.train(self.precision_plugin.train_step_context, args)
+            else:
+                output = super().training_step(*args, **kwargs)
         if self.worlds.present.size > 1:
             require_loss(output, self.state.trainer)
+        if (step := self.elastic.step) is not None:
+            step.batch.begin(args[0], output)
         return output
 
     def _sum_unfrozen(self) -> None:

@@ -61,12 +61,11 @@ METHODS = {
     "lightning.pytorch.callbacks.ModelCheckpoint._save_topk_checkpoint": "self, trainer, monitor_candidates",
     "lightning.pytorch.callbacks.RichModelSummary._summary": "self, trainer, pl_module",
     "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._on_evaluation_model_train": "self",
-    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization.run": "self, optimizer, batch_idx, kwargs",
+    "lightning.pytorch.loops.optimization.automatic.ClosureResult.asdict": "self",
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor": "self",
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn": "self, signum, _",
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn":
         "self, signum, _",
-    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance": "self, data_fetcher",
     "lightning.pytorch.loops.fit_loop._FitLoop._should_accumulate": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop.on_advance_end": "self",
     "lightning.pytorch.loops.fit_loop._FitLoop.run": "self",
@@ -82,14 +81,16 @@ METHODS = {
     "lightning.pytorch.trainer.call._call_callbacks_load_state_dict": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_on_load_checkpoint": "trainer, checkpoint",
     "lightning.pytorch.trainer.call._call_callbacks_state_dict": "trainer",
-    "lightning.pytorch.trainer.call._call_callback_hooks": "trainer, hook_name, args, monitoring_callbacks, kwargs",
     "lightning.pytorch.trainer.call._call_lightning_module_hook": "trainer, hook_name, args, pl_module, kwargs",
     "lightning.fabric.utilities.types._Stateful.state_dict": "self",
     "lightning.pytorch.trainer.connectors.data_connector._worker_check": "trainer, dataloader, name",
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector.dump_checkpoint":
         "self, weights_only",
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.epoch_end_reached": "self",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.on_batch_end": "self",
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.reset_results": "self",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector.update_train_step_metrics":
+        "self",
     "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection.valid_items": "self",
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary._get_summary_data": "self",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "self",
@@ -127,7 +128,6 @@ ATTRIBUTES = {
     "lightning.pytorch.loggers.TensorBoardLogger": {"_experiment"},
     "lightning.pytorch.loggers.WandbLogger": {"_experiment", "_id", "_save_dir", "_wandb_init"},
     "lightning.pytorch.loops.fit_loop._FitLoop": {"_data_fetcher"},
-    "lightning.pytorch.loops.optimization.automatic.Closure": {"_result"},
     "torch.optim.lr_scheduler.LRScheduler": {"_step_count"},
     "torch.amp.grad_scaler.GradScaler": {"_per_optimizer_states", "_scale"},
     "torch.utils.data.DataLoader": {"_iterator"},
@@ -561,21 +561,6 @@ def inherited(file: Path) -> frozenset[str]:
                 found_names |= {n.name for n in ast.walk(body) if isinstance(n, ast.FunctionDef)}
                 found_names |= assigned_in(Path(path), base.__name__)
     return frozenset(name for name in found_names if is_private(name))
-
-
-LOCALS = {
-    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization.run": {"closure"},
-    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.advance": {"batch_output", "batch", "batch_idx"},
-    "lightning.pytorch.trainer.call._call_callback_hooks": {"hook_name", "callback"},
-    "lightning.pytorch.trainer.call._call_lightning_module_hook": {"hook_name"},
-}
-"""Local variables that are read in the frames of an exception."""
-
-
-@pytest.mark.parametrize("name", LOCALS)
-def test_a_frame_has_the_names_that_are_read(name: str) -> None:
-    missing = LOCALS[name] - set(found(name).__code__.co_varnames)  # type: ignore[attr-defined]
-    assert not missing, gone(f"{name}: {missing}")
 
 
 def test_collectives_of_torch_are_told_from_what_builds_groups() -> None:
