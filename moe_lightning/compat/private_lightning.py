@@ -362,49 +362,21 @@ def leave_evaluation_out(trainer: pl.Trainer) -> bool:
 
 
 @dataclass
-class _Requeue:
-    """In the place of Lightning's handler of SLURM's signal: it notes the signal.
+class _Noted:
+    """In the place of a handler of Lightning's: it notes the signal, on which ranks act together.
 
     Attributes:
-        stock: Lightning's handler, which saves a checkpoint and requeues the job.
-        received: the signal; None: none that waits.
+        at_once: what the first signal does here.
+        number: of the signal; None: none waits.
     """
 
-    stock: Callable[[int, Any], None]
-    received: int | None = None
+    at_once: Callable[[int], None]
+    number: int | None = None
 
     def __call__(self, number: int, frame: Any) -> None:
-        self.received = number
-
-    def act(self) -> None:
-        """Save and requeue; collective. Other ranks alone may have received the signal."""
-        number, self.received = self.received or signal.SIGUSR1, None
-        self.stock(number, None)
-
-
-@dataclass
-class _Termination:
-    """In the place of Lightning's handler of SIGTERM: it notes the signal, which rank 0 sends to the ranks it started.
-
-    Attributes:
-        trainer: whose fit or evaluation is to end.
-        waits: True: until the ranks agree; False: this rank ends after its batch.
-    """
-
-    trainer: pl.Trainer
-    waits: bool
-    is_due: bool = False
-
-    def __call__(self, number: int, frame: Any) -> None:
-        launcher: Any = self.trainer.strategy.launcher
-        if not self.is_due and launcher is not None:
-            launcher.kill(number)
-        self.is_due = True
-        if not self.waits:
-            self.act()
-
-    def act(self) -> None:
-        self.trainer._signal_connector.received_sigterm = True
+        if self.number is None:
+            self.at_once(number)
+        self.number = number
 
 
 def handle_signals_between_batches(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[bool]] | None) -> None:
@@ -417,10 +389,17 @@ def handle_signals_between_batches(trainer: pl.Trainer, agreed: Callable[[Sequen
             this rank after its batch, as in an evaluation, and `run_fit_by` follows the signals of rank 0.
     """
     connector: Any = trainer._signal_connector
-    _replace(connector, "_sigterm_notifier_fn", _Termination(trainer, waits=agreed is not None))
+
+    def terminate(number: int) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(number)  # to the ranks that rank 0 has started
+        if agreed is None:
+            connector.received_sigterm = True
+
+    _replace(connector, "_sigterm_notifier_fn", _Noted(terminate))
     if trainer.state.fn == TrainerFn.FITTING:
-        stock = partial(type(connector)._slurm_sigusr_handler_fn, connector)
-        _replace(connector, "_slurm_sigusr_handler_fn", _Requeue(stock))
+        _replace(connector, "_slurm_sigusr_handler_fn", _Noted(lambda number: None))
         if agreed is not None:
             act = partial(act_on_signals, trainer, agreed)
             _replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", act)
@@ -437,18 +416,15 @@ def act_on_signals(trainer: pl.Trainer, agreed: Callable[[Sequence[bool]], list[
         SIGTERMException: SIGTERM was received.
     """
     connector: Any = trainer._signal_connector
-    termination = connector._sigterm_notifier_fn
-    requeues, terminates = agreed([not ends and _requeue_is_due(trainer), termination.is_due])
+    requeue, termination = connector._slurm_sigusr_handler_fn, connector._sigterm_notifier_fn
+    is_requeued = isinstance(requeue, _Noted) and requeue.number is not None and not is_step_open(trainer)
+    requeues, terminates = agreed([is_requeued and not ends, termination.number is not None])
     if requeues:
-        connector._slurm_sigusr_handler_fn.act()
+        number, requeue.number = requeue.number or signal.SIGUSR1, None  # other ranks alone may have received it
+        type(connector)._slurm_sigusr_handler_fn(connector, number, None)
     if terminates:
-        termination.act()
+        connector.received_sigterm = True
         raise SIGTERMException
-
-
-def _requeue_is_due(trainer: pl.Trainer) -> bool:
-    requeue = trainer._signal_connector._slurm_sigusr_handler_fn
-    return isinstance(requeue, _Requeue) and requeue.received is not None and not is_step_open(trainer)
 
 
 @dataclass

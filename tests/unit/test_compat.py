@@ -98,7 +98,6 @@ METHODS = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_dtype_attrs": "self, mp_policy",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.init_unsharded_param": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded": "self",
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_unsharded": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": "self",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": "self",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model":
@@ -449,7 +448,6 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_owners_of",
         "_parameters_of",
         "_replace",
-        "_requeue_is_due",
         "_restore",
         "_savers",
         "_undo_group",
