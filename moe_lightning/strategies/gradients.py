@@ -251,32 +251,24 @@ class Gradients:
                 "ranks: step what self.optimizers() returns"
             )
 
-    def _require_summed(self) -> None:
-        """
-        Raises:
-            ConfigurationError: several ranks, and no backward pass went through the strategy.
-        """
-        if self._worlds.present.stage.size > 1 and not self.has_summed:
-            raise ConfigurationError(
-                "the training step updates parameters without a backward pass of the strategy, which sums their "
-                "gradients over ranks: call self.manual_backward(loss) instead of loss.backward()"
-            )
-
     @torch.no_grad()
     def require_same_gradients(self, optimizer: Optimizer) -> None:
         """Compare the norms of gradients that several ranks hold before an update, where hooks of the user may have
         changed them, or the module steps by itself; collective then, and at the first update in a world.
 
         Raises:
-            ConfigurationError: they differ, on every rank; or parameters are cut, and no backward pass of a module that
-                optimizes manually went through the strategy.
+            ConfigurationError: they differ, on every rank; or no backward pass of a module that optimizes manually went
+                through the strategy.
         """
         world = self._worlds.present.stage
         if world.size == 1:
             return
         by_hand = not self._state.module.automatic_optimization
-        if by_hand and any(map(is_cut, self._state.parameters_of(optimizer))):
-            self._require_summed()
+        if by_hand and not self.has_summed:
+            raise ConfigurationError(
+                "the training step updates parameters without a backward pass of the strategy, which sums their "
+                "gradients over ranks: call self.manual_backward(loss) instead of loss.backward()"
+            )
         if self._writers is None:  # a rank may have a callback that others lack
             found = all_gather_json(_writers_of_gradients(self._state.trainer, self._state.module), world)
             self._writers = sorted({name for names in found for name in names})
@@ -291,8 +283,8 @@ class Gradients:
             return
         first = differing[0]
         unused = (
-            "; call self.manual_backward(loss) instead of loss.backward(); where a loss leaves parameters unused, as "
-            "with several optimizers, give the strategy find_unused_parameters=True"
+            "; where a loss leaves parameters unused, as with several optimizers, give the strategy "
+            "find_unused_parameters=True"
         )
         whose = "replicas of experts" if first else "dense parameters"
         raise ConfigurationError(
