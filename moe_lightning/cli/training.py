@@ -28,6 +28,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import Strategy
@@ -140,6 +141,47 @@ class RunRecord(Callback):
             logger.log_hyperparams({name: self._config[name] for name in _LOGGED})
             if isinstance(logger, QuietWandbLogger) and trainer.ckpt_path:
                 logger.resume_from(Path(trainer.ckpt_path), trainer.global_step)
+
+
+class ResumedEarlyStopping(Callback):
+    """Leaves a run that EarlyStopping has ended as it is when its command is repeated. Its `patience` is that of the
+    command, where EarlyStopping itself has the checkpoint's.
+
+    Args:
+        start: `resume` of the command; a path is that of another run, whose end is none of this one.
+    """
+
+    def __init__(self, start: bool | str) -> None:
+        self._start = start
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Lightning gives callbacks their states afterwards, and trains nothing where `should_stop` is set by then."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            state = checkpoint.get("callbacks", {}).get(callback.state_key)
+            if trainer.state.fn != TrainerFn.FITTING or not isinstance(callback, EarlyStopping) or state is None:
+                continue
+            state["patience"] = callback.patience
+            is_final = state.get("stopping_reason") in _REACHED  # Lightning before 2.6 has saved none
+            if not is_final and state["wait_count"] < callback.patience:
+                continue
+            if trainer.ckpt_path == self._start:
+                del checkpoint["callbacks"][callback.state_key]
+                continue
+            trainer.should_stop = True
+            cure = "" if is_final else f"raise its patience={callback.patience}, or "
+            rank_zero_warn(
+                f"EarlyStopping has ended this run after step {checkpoint['global_step']}: to train on, {cure}leave "
+                "EarlyStopping out"
+            )
+
+
+_REACHED = {reason.value for reason in EarlyStoppingReason} - {
+    EarlyStoppingReason.NOT_STOPPED.value,
+    EarlyStoppingReason.PATIENCE_EXHAUSTED.value,  # which another patience may revoke
+}
 
 
 class ResumedWithOverrides(Callback):
@@ -487,6 +529,7 @@ def _expect(built: object, kind: type, key: str) -> None:
 def _records(config: Mapping[str, Any]) -> list[pl.Callback]:
     """Callbacks that every run has."""
     records: list[pl.Callback] = [RunRecord(RunDirectory(Path(config["run_dir"])), config), GracefulStop()]
+    records.append(ResumedEarlyStopping(config["resume"]))
     return [*records, ResumedWithOverrides()] if config["resume_overrides"] else records
 
 

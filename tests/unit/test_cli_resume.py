@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
+from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.cli import train
 from moe_lightning.cli.resume import changes, check_changes, config_of, effect, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
-from moe_lightning.cli.training import ResumedWithOverrides, RunRecord
+from moe_lightning.cli.training import ResumedEarlyStopping, ResumedWithOverrides, RunRecord
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, WarmupAndDecay
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
@@ -284,6 +287,40 @@ def test_a_restart_does_not_start_over_again(variable: str, tmp_path: Path, monk
     assert [_goes_on(directory, False) for directory in (mine, earlier)] == [False, False]
     monkeypatch.setenv(variable, "1")
     assert [_goes_on(directory, False) for directory in (mine, earlier)] == [True, False]
+
+
+def _until_no_progress(folder: Path, *, patience: int, start: Path | None = None) -> int:
+    judge = EarlyStopping("val/loss", min_delta=9.0, patience=patience)
+    callbacks = [judge, ResumedEarlyStopping(True), LatestCheckpoint(folder, every_n_train_steps=100)]
+    trainer = quiet_trainer(callbacks=callbacks, max_epochs=4, val_check_interval=2, enable_checkpointing=True)
+    training, validation = (DataLoader(RandomTokens(96), batch_size=12) for _ in range(2))
+    trainer.fit(GPTModule(TINY), training, validation, ckpt_path=start)
+    return trainer.global_step
+
+
+def test_a_run_that_early_stopping_has_ended_trains_on_with_more_patience_only(tmp_path: Path) -> None:
+    assert _until_no_progress(tmp_path, patience=1) == 4
+    saved = tmp_path / "step-0000004.ckpt"
+    with pytest.warns(UserWarning, match="EarlyStopping has ended this run after step 4: to train on, raise"):
+        assert _until_no_progress(tmp_path, patience=1, start=saved) == 4
+    assert _until_no_progress(tmp_path, patience=2, start=saved) == 6
+
+
+def test_early_stopping_ends_only_its_own_run_and_says_what_helps() -> None:
+    judge = EarlyStopping("val/loss", patience=3)
+
+    def resumed(start: bool | str, **state: Any) -> tuple[bool, bool]:
+        trainer: Any = SimpleNamespace(
+            callbacks=[judge], state=SimpleNamespace(fn=TrainerFn.FITTING), ckpt_path="a.ckpt", should_stop=False
+        )
+        saved = {"global_step": 4, "callbacks": {judge.state_key: {"wait_count": 0, "patience": 1, **state}}}
+        ResumedEarlyStopping(start).on_load_checkpoint(trainer, GPTModule(TINY), saved)
+        return trainer.should_stop, judge.state_key in saved["callbacks"]
+
+    assert resumed(True) == (False, True), "Lightning before 2.6 saves no reason"
+    assert resumed("a.ckpt", wait_count=3) == (False, False), "another run begins there"
+    with pytest.warns(UserWarning, match="to train on, leave EarlyStopping out"):
+        assert resumed(True, stopping_reason=EarlyStoppingReason.STOPPING_THRESHOLD.value)[0]
 
 
 def test_what_starts_over_does_not_read_the_former_run(tmp_path: Path) -> None:
