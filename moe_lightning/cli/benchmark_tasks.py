@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing_extensions import override
 
 from moe_lightning.cli.evaluate import next_token_logits
 from moe_lightning.cli.language_model import LanguageModel
+from moe_lightning.data.chat_formats import ChatFormat
+from moe_lightning.data.conversations import Turn
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.generation import Sampling
 from moe_lightning.models.huggingface.loading import known_tokens
@@ -35,6 +37,7 @@ def measure_tasks(
     batch_size: int,
     num_fewshot: int | None = None,
     limit: int | None = None,
+    as_dialogue: bool = False,
 ) -> Results:
     """Measure a model on tasks.
 
@@ -43,9 +46,10 @@ def measure_tasks(
         batch_size: sequences at a time.
         num_fewshot: solved examples before each question; None: as many as the task has.
         limit: samples of each task; None: all.
+        as_dialogue: write questions as messages to the model, and solved examples as earlier ones.
 
     Raises:
-        ConfigurationError: a task is not known, or its data cannot be loaded.
+        ConfigurationError: a task is not known, its data cannot be loaded, or the model has no format of dialogues.
     """
     # The index of all tasks takes seconds.
     manager = _Tasks(include_defaults=not all(Path(name).is_file() for name in names))
@@ -56,11 +60,12 @@ def measure_tasks(
         )
     with redirect_stdout(sys.stderr):  # some metrics print
         found = simple_evaluate(
-            model=_Harnessed(model, batch_size),
+            model=_Harnessed(model, batch_size, model.chat() if as_dialogue else None),
             tasks=list(names),
             task_manager=manager,
             num_fewshot=num_fewshot,
             limit=limit,
+            apply_chat_template=as_dialogue,
             log_samples=False,
         )
     results: Results = found["results"]
@@ -84,9 +89,9 @@ class _Tasks(TaskManager):  # type: ignore[misc]
 class _Harnessed(TemplateLM):  # type: ignore[misc]
     """A language model as lm-eval asks it: for likelihoods of continuations and of texts, and for continuations."""
 
-    def __init__(self, model: LanguageModel, batch_size: int) -> None:
+    def __init__(self, model: LanguageModel, batch_size: int, written: ChatFormat | None) -> None:
         super().__init__()
-        self._model, self._batch_size = model, batch_size
+        self._model, self._batch_size, self._written = model, batch_size, written
         self._tokenizer = model.text.tokenizer
 
     @cached_property
@@ -105,11 +110,13 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
 
     @cached_property
     def _ends(self) -> list[str]:
-        """The text of the tokenizer's end, at which an answer ends."""
-        theirs = self._model.theirs
-        if theirs is None or theirs.eos_token_id is None:
-            return []
-        return [theirs.decode([theirs.eos_token_id])]
+        """Texts that end an answer: that of the tokenizer's end, and in a dialogue that of its format."""
+        theirs, found = self._model.theirs, list[str]()
+        if theirs is not None and theirs.eos_token_id is not None:
+            found.append(theirs.decode([theirs.eos_token_id]))
+        with suppress(ValueError):  # of a template that refuses a conversation of one question
+            found += [self._written.end] if self._written is not None and self._written.end else []
+        return found
 
     @cached_property
     def _preferred(self) -> dict[str, Any]:
@@ -143,6 +150,19 @@ class _Harnessed(TemplateLM):  # type: ignore[misc]
             raise ConfigurationError("--tasks: an answer is empty, which has no likelihood: give it a text in the task")
         before, after = super()._encode_pair(context, continuation)
         return before, after or self._bare(continuation)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the key of lm-eval's cache of requests."""
+        return self._model.name
+
+    @override
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        assert self._written is not None
+        turns = [Turn(message["role"], message["content"]) for message in chat_history]
+        if add_generation_prompt:
+            return self._written.prompt(turns)
+        return self._written.prompt(turns[:-1]) + chat_history[-1]["content"]  # the answer has begun
 
     @override
     def _loglikelihood_tokens(

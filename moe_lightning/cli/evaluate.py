@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-fewshot", type=value(NonNegativeInt), metavar="N", help="solved examples before each question of a task"
     )
+    parser.add_argument("--chat", action="store_true", help="write the questions of tasks as messages to the model")
     parser.add_argument("--limit", type=value(Count), metavar="N", help="samples of each task (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -106,9 +107,9 @@ class Document:
 def _run(arguments: argparse.Namespace) -> None:
     if (arguments.file is None) == (arguments.tasks is None):
         raise ConfigurationError("give either a FILE or --tasks (moe-eval --help shows the options)")
-    others = ("context_length", "text_field") if arguments.file is None else ("num_fewshot", "limit")
+    others = ("context_length", "text_field") if arguments.file is None else ("num_fewshot", "limit", "chat")
     for name in others:
-        if getattr(arguments, name) is not None:
+        if (given := getattr(arguments, name)) is not None and given is not False:
             kind = "a file" if arguments.file is None else "tasks"
             raise ConfigurationError(f"--{name.replace('_', '-')} is for {kind}: leave it out")
     if arguments.file is None:
@@ -143,7 +144,12 @@ def _run_tasks(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"--tasks needs lm-eval ({error}): pip install 'moe-lightning[lm-eval]'") from error
     model = open_model(arguments, "moe-eval")
     results = measure_tasks(
-        model, names, batch_size=arguments.batch_size, num_fewshot=arguments.num_fewshot, limit=arguments.limit
+        model,
+        names,
+        batch_size=arguments.batch_size,
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        as_dialogue=arguments.chat,
     )
     if arguments.json:
         print(json.dumps({"model": model.name, "tasks": results}))

@@ -185,7 +185,7 @@ class LanguageModel:
         if templated is None:
             raise ConfigurationError(
                 f"{self.name} has no chat template, nor the configuration of a run that was trained on conversations: "
-                "only a text can be continued"
+                "only a text can be continued or measured"
             )
         return templated
 

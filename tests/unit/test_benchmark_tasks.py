@@ -14,6 +14,7 @@ import yaml
 
 from moe_lightning.cli.evaluate import main
 from moe_lightning.cli.language_model import TrainedText, open_language_model
+from moe_lightning.data.chat_formats import MarkedTurns
 from moe_lightning.data.tokenizer import ByteTokenizer, load_tokenizer
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.generation import Sampling
@@ -78,9 +79,9 @@ def numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(("as_dialogue", "begins"), [(False, False), (True, False), (False, True)])
 def test_a_folder_has_the_results_of_the_adapter_for_transformers(
-    begins: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    as_dialogue: bool, begins: bool, tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -95,10 +96,10 @@ def test_a_folder_has_the_results_of_the_adapter_for_transformers(
         tokenizer.post_processor = TemplateProcessing(single="<e> $A", special_tokens=[("<e>", 256)])
         tokenizer.save(str(folder / "tokenizer.json"))
     theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=2, max_length=128)
-    options = {"tasks": tasks.split(","), "log_samples": False}
+    options = {"tasks": tasks.split(","), "log_samples": False, "apply_chat_template": as_dialogue}
     expected = numbers(simple_evaluate(model=theirs, **options)["results"])
     capsys.readouterr()
-    found = numbers(measured(capsys, folder, "--tasks", tasks, "--batch-size", 3))
+    found = numbers(measured(capsys, folder, "--tasks", tasks, "--batch-size", 3, *["--chat"] * as_dialogue))
     assert len(expected) >= 6
     assert found == pytest.approx(expected, rel=1e-4)
     assert main([str(folder), f"--tasks={tasks}", "--limit", "2"]) == 0
@@ -121,10 +122,26 @@ def test_an_answer_inside_the_last_token_of_its_question_has_its_own_tokens() ->
             decode=lambda _: "\n", begin=lambda text: words[text], tokenizer=SimpleNamespace(encode=encode)
         ),
     )  # fmt: skip
-    asked = _Harnessed(model, 1)
+    asked = _Harnessed(model, 1, None)
     assert asked._encode_pair("2 =", "1") == ([2, 3], [1])
     with pytest.raises(ConfigurationError, match="--tasks: an answer is empty"):
         asked._encode_pair("2 =", "")
+
+
+@pytest.mark.parametrize("end", ["<end>", "E"])
+def test_an_answer_of_a_dialogue_ends_as_its_format_says(end: str) -> None:
+    """Also where that is no token, or none of those at which the model's generation ends."""
+    tokenizer = ByteTokenizer()
+
+    def generate(ids: list[int], sampling: Any, count: int, is_done: Any) -> None:
+        assert any(is_done(token) for token in f"42{end}<|user|>\nmore".encode())
+
+    model = SimpleNamespace(
+        is_ours=True, theirs=None, ends=frozenset(), positions=64, generate=generate, check=lambda *_: None,
+        text=TrainedText(tokenizer, "bytes"),
+    )  # fmt: skip
+    options = {"until": ["Q:"], "max_gen_toks": 20}
+    assert _Harnessed(model, 1, MarkedTurns(end))._continued("6 * 7?", options) == "42"
 
 
 def test_an_answer_of_a_folder_is_that_of_the_adapter_for_transformers(tmp_path: Path) -> None:
@@ -147,7 +164,7 @@ def test_an_answer_of_a_folder_is_that_of_the_adapter_for_transformers(tmp_path:
         ),
     )  # fmt: skip
     options = {"until": ["Q:"], "max_gen_toks": 20, "do_sample": True, "temperature": 0.5}
-    assert _Harnessed(model, 1)._continued("6 * 7?", options) == "42"
+    assert _Harnessed(model, 1, None)._continued("6 * 7?", options) == "42"
     assert chosen == [Sampling(temperature=0.5, top_k=50, top_p=0.7)]
 
 
@@ -157,7 +174,7 @@ def test_a_text_begins_as_the_tokenizer_says(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     theirs = open_language_model(str(tmp_path), device="cpu")
     trained = replace(theirs, text=TrainedText(ByteTokenizer(), ""))
-    found = [_Harnessed(model, 1).prefix_token_id for model in (theirs, trained)]
+    found = [_Harnessed(model, 1, None).prefix_token_id for model in (theirs, trained)]
     assert found == [256, 9], "the end of the tokenizer, or that of the generation"
 
 
@@ -193,6 +210,8 @@ def test_long_answers_leave_half_of_the_context_to_the_question(
         (["--tasks", "arc_easy", "--context-length", "8"], ["--context-length is for a file"]),
         (["text.txt", "--limit", "8"], ["--limit is for tasks: leave it out"]),
         (["text.txt", "--num-fewshot", "0"], ["--num-fewshot is for tasks"]),
+        (["text.txt", "--chat"], ["--chat is for tasks"]),
+        slow(["--tasks", "broken.yaml", "--chat"], ["has no chat template"]),
         (["--tasks", "arc_easy", "--limit", "0"], ["0 must be an integer of at least 1"]),
     ],
 )
