@@ -24,7 +24,7 @@ from moe_lightning.arguments import Count, option
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.planner import BalancePolicy, PlanningThread, block_with_sums_s
+from moe_lightning.balancing.planner import BalancePolicy, block_with_sums_s
 from moe_lightning.balancing.repair import repair_placements
 from moe_lightning.balancing.rules import replan_placement
 from moe_lightning.balancing.shadow_search import search_shadows
@@ -48,7 +48,6 @@ _GOALS_S = {(1024, 256): 1.0, (4096, 512): 10.0}
 
 _GOAL_LAYERS = 61
 _RANKS_PER_NODE = 8
-_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,20 +156,17 @@ def planner_rows(ranks: int, experts: int, layers: int, slots: int, min_replicas
     tokens = [_tokens(rng, row, ranks) for row in popularity]
     start = uniform_placement(experts, ranks, min(max(min_replicas, ranks // experts), ranks))
     costs = _costs()
-    thread = PlanningThread(_TIMEOUT_S)
 
     def search() -> None:
-        layered = [thread.submit(search_shadows, tokens[layer], start, costs) for layer in range(layers)]
-        for plan in layered:
-            thread.result(plan)
+        for layer in range(layers):
+            search_shadows(tokens[layer], start, costs)
 
     def place() -> None:
-        thread.result(thread.submit(_placed, tokens, cluster, min_replicas, [start] * layers, costs))
+        _placed(tokens, cluster, min_replicas, [start] * layers, costs)
 
     goal_s = _GOALS_S.get((ranks, experts)) if layers <= _GOAL_LAYERS else None
     for name, call in (("shadows", search), ("placements", place)):
         yield measured(name, call, ranks, experts, layers, goal_s)
-    thread.close()
 
 
 def _placed(

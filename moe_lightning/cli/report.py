@@ -261,7 +261,8 @@ def _placed(last: Mapping[int, tuple[int, NDArray[np.int64]]]) -> Iterator[str]:
 
 def _shown(num_layers: int) -> list[int]:
     """Return the layers with a picture of their own, evenly spread over the model."""
-    return np.linspace(0, num_layers - 1, min(num_layers, _MAX_LAYERS)).round().astype(int).tolist()
+    shown: list[int] = np.linspace(0, num_layers - 1, min(num_layers, _MAX_LAYERS)).round().astype(int).tolist()
+    return shown
 
 
 def _recovery_table(directory: Path) -> tuple[list[str], list[list[str]]]:
