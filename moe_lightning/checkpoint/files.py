@@ -330,15 +330,14 @@ _INT_BITS = 8 * 255 - 1
 
 
 Converters = Mapping[str, Callable[[Any], Any]]
-_UNKNOWN = object()
-"""Result of a value that is being converted."""
 
 
 class PlainValues:
     """Conversion of a run's saved values, which remembers the objects that it has found.
 
     NumPy scalars become numbers, arrays tensors (of text: lists), paths text, members of enumerations their values,
-    other libraries' containers what their converters return. The values of the run itself are not changed.
+    other libraries' containers what their converters return. The values of the run itself are not changed; a container
+    that is saved at two places becomes two.
 
     Args:
         converters: by the library of a class, returns the plain value of a container or what rebuilds it, and other
@@ -360,7 +359,8 @@ class PlainValues:
             The converted value, and by name the class of each object that only unsafe unpickling reads.
 
         Raises:
-            ConfigurationError: an object in it cannot be saved at all, or values that become the same would be lost.
+            ConfigurationError: an object in it cannot be saved at all, values that become the same would be lost, or it
+                holds itself.
         """
         conversion = _Conversion(self._converters, self._known)
         converted = conversion.plain(value, name)
@@ -369,28 +369,23 @@ class PlainValues:
         return converted, conversion.found
 
 
-_CONTAINERS = (dict, OrderedDict, Counter, list)
-"""Kinds of containers that may hold themselves."""
-
-
 class _Conversion:
-    """Walk over a value that may be shared or hold itself."""
+    """Walk over a value, whose containers become copies."""
 
     def __init__(self, converters: Converters, known: Set[str]) -> None:
         self._converters, self._known = converters, known
         self.found: dict[str, str] = {}
-        self._done: dict[int, tuple[Any, Any]] = {}  # holds each value, whose id no other one may get, and its result
+        self._open: set[int] = set()  # ids of the values that the walk is in
 
     def plain(self, value: Any, name: str) -> Any:
-        kind, key = type(value), id(value)
+        kind = type(value)
         if kind in _LEAVES and not (kind is int and value.bit_length() > _INT_BITS):
             return value
-        if key not in self._done:
-            self._done[key] = value, kind() if kind in _CONTAINERS else _UNKNOWN
-            self._done[key] = value, self._converted(value, name)
-        converted = self._done[key][1]
-        if converted is _UNKNOWN:
+        if id(value) in self._open:
             raise ConfigurationError(f"{name} is a part of itself, which is not saved: keep a copy there")
+        self._open.add(id(value))
+        converted = self._converted(value, name)
+        self._open.remove(id(value))
         return converted
 
     def _converted(self, value: Any, name: str) -> Any:
@@ -405,8 +400,8 @@ class _Conversion:
             return self.plain(simpler, name)
         if kind is Rebuilt:
             return Rebuilt(value.kind, self.plain(value.content, name))
-        if kind in (Tensor, nn.Parameter):
-            return self._tensor(value, name)
+        if kind in (Tensor, nn.Parameter) and not vars(value):
+            return value
         if kind in (dict, OrderedDict, Counter):
             return self._mapping(value, name)
         if kind in (list, tuple, set):
@@ -421,36 +416,16 @@ class _Conversion:
             for key, item in value.items()
         ]
         _require_distinct([key for key, _ in pairs], value, name, "keys")
-        copy = self._done[id(value)][1]
-        for key, item in pairs:
-            copy[key] = item
-        for key, item in self._attributes(value, name).items():
-            setattr(copy, key, item)
+        copy = type(value)(dict(pairs))
+        for key, item in getattr(value, "__dict__", {}).items():  # such as the versions in a module's state_dict
+            setattr(copy, key, self.plain(item, f"{name}.{key}"))
         return copy
 
     def _sequence(self, value: Any, name: str) -> Any:
         items = [self.plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
         if isinstance(value, set):
             _require_distinct(items, value, name, "members")
-        if not isinstance(value, list):
-            return type(value)(items)
-        copy = self._done[id(value)][1]
-        copy += items
-        return copy
-
-    def _tensor(self, value: Tensor, name: str) -> Tensor:
-        """Convert the attributes of a tensor that has some."""
-        attributes = self._attributes(value, name)
-        if not attributes:
-            return value
-        copy = value.detach()
-        copy = nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
-        vars(copy).update(attributes)
-        return copy.requires_grad_(value.requires_grad)
-
-    def _attributes(self, value: Any, name: str) -> dict[str, Any]:
-        """Return the attributes of a value that Python code has set, converted."""
-        return {key: self.plain(item, f"{name}.{key}") for key, item in getattr(value, "__dict__", {}).items()}
+        return type(value)(items)
 
 
 def _class_of(value: object) -> str:
