@@ -132,11 +132,12 @@ _DATA = re.compile(r".+\.rank(\d+)\.step(\d+)\.distcp")
 
 
 VERIFY_WITHIN = 8
-"""Commits within which every file that checkpoints carry over is read again."""
+"""Commits after each of which another part of the files that checkpoints carry over is read again."""
 
 
 class CarriedFileVerifier:
-    """Verification of the carried files of one node's ranks, a little at a time.
+    """Verification of the carried files of one node's ranks, a little at a time. The name of a file says after which
+    of `VERIFY_WITHIN` commits in a row it is read.
 
     Attributes:
         damaged: names of files that the newest checkpoint carries and that are not as they were written.
@@ -145,7 +146,6 @@ class CarriedFileVerifier:
 
     def __init__(self) -> None:
         self._commits = 0
-        self._read_at: dict[str, int] = {}  # the commit at which a file was last known to be whole
         self._unread: Iterator[None] = iter(())  # what is left to be read until the next commit
         self.damaged: set[str] = set()
         self.problems: list[str] = []
@@ -160,15 +160,10 @@ class CarriedFileVerifier:
             pass
         self._commits += 1
         carried = {name: r for name, r in manifest.files.items() if _is_carried(name, manifest.step, ranks)}
-        self._read_at = {name: self._read_at.get(name, self._commits - 1) for name in carried}
         self.damaged &= carried.keys()
-        rounds = []
-        share = sum(record.nbytes for record in carried.values()) / VERIFY_WITHIN
-        for name in sorted(carried.keys() - self.damaged, key=lambda n: (self._read_at[n], n)):
-            if share <= 0 and self._commits - self._read_at[name] < VERIFY_WITHIN:
-                break
-            share -= carried[name].nbytes
-            rounds.append(self._read(directory, name, carried[name]))
+        turn = self._commits % VERIFY_WITHIN
+        due = [name for name in carried if xxhash.xxh3_64_intdigest(name.encode()) % VERIFY_WITHIN == turn]
+        rounds = [self._read(directory, name, carried[name]) for name in due if name not in self.damaged]
         self._unread = chain.from_iterable(rounds)
 
     def work(self) -> bool:
@@ -194,11 +189,9 @@ class CarriedFileVerifier:
             problem = f"cannot be read ({error.strerror})"
         if problem is None and (nbytes, digest.hexdigest()) != (record.nbytes, record.xxh3):
             problem = "is damaged"
-        if problem is None:
-            self._read_at[name] = self._commits
-            return
-        self.damaged.add(name)
-        self.problems.append(f"{path} {problem}: the next checkpoint writes its experts again")
+        if problem is not None:
+            self.damaged.add(name)
+            self.problems.append(f"{path} {problem}: the next checkpoint writes its experts again")
 
 
 def _is_carried(name: str, step: int, ranks: Collection[int]) -> bool:

@@ -7,6 +7,7 @@ import os
 import random
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.checkpoint import agent, commit, directory
+from moe_lightning.checkpoint.agent import CarriedFileVerifier
 from moe_lightning.checkpoint.agent_handle import AgentStatus, read_status, warnings_of
 from moe_lightning.checkpoint.commit import PRUNED, prune
 from moe_lightning.checkpoint.directory import Superseded, checkpoints, enter_world, headings
@@ -59,40 +61,37 @@ def carried(root: Path) -> list[Path]:
     return sorted(p for p in checkpoint.path.glob("*.distcp") if f".step{checkpoint.step:08d}." not in p.name)
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
 @pytest.mark.parametrize("within", [1, 2, 5])
-def test_every_carried_file_is_read_within_so_many_commits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: int
+def test_every_carried_file_is_read_once_within_so_many_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: int, *, is_busy: bool
 ) -> None:
+    """Also where the agent never comes to rest in between."""
     monkeypatch.setattr(agent, "VERIFY_WITHIN", within)
+    read_after: dict[str, list[int]] = {}
+    read = CarriedFileVerifier._read
+
+    def reading(self: CarriedFileVerifier, directory: Any, name: str, record: Any) -> Any:
+        yield from read(self, directory, name, record)
+        read_after.setdefault(name, []).append(self._commits)
+
+    monkeypatch.setattr(CarriedFileVerifier, "_read", reading)
     with node(tmp_path, keep_last=3) as made:
         made.save(1)
         for step in range(2, 20):
             made.snapshot(step, fresh=[0], persist=[0])  # all other experts are carried from the first on
             made.persist()
-            while made.agent.verify_carried():
+            while not is_busy and made.agent.verify_carried():
                 pass
-            reads = made.agent._verifier._read_at
-            assert len(reads) == len(carried(made.root))
-            assert all(made.agent._verifier._commits - read < within for read in reads.values())
-
-
-def test_what_storage_is_too_busy_for_is_read_before_its_time_is_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(agent, "VERIFY_WITHIN", 2)
-    with node(tmp_path, keep_last=3) as made:
-        made.save(1)
-        for step in range(2, 12):  # the agent never comes to rest in between
-            made.save(step, fresh=[0], persist=[0])
-        reads = made.agent._verifier._read_at
-        assert len(reads) == len(carried(made.root)) > 0
-        assert all(made.agent._verifier._commits - read <= 2 for read in reads.values())
+        assert read_after.keys() == {path.name for path in carried(made.root)}
+        assert {b - a for after in read_after.values() for a, b in pairwise(after)} == {within}
 
 
 def test_a_storage_that_fails_while_it_is_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    monkeypatch.setattr(agent, "VERIFY_WITHIN", 1)
     with node(tmp_path) as made:
         commits(made, range(1, 3))
         made.save(3, fresh=[0], persist=[0])
