@@ -85,6 +85,12 @@ def has_manifest(path: Place) -> bool:
     return exists(storage_of(path), path / MANIFEST)
 
 
+def unreadable(root: Place) -> list[Place]:
+    """Return the checkpoints whose manifest is damaged or cannot be read, those of later steps first."""
+    readable = {path for path, _ in headings(root)}
+    return [path for path in reversed(directories(root)) if path not in readable and has_manifest(path)]
+
+
 def unread_manifests(root: Place, places: Sequence[Place]) -> list[Place]:
     """Return those of the `directories` here whose manifest `headings` could not read when it was asked last."""
     known = _headings.get(root, {})

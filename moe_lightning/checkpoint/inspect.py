@@ -27,6 +27,7 @@ from moe_lightning.checkpoint.directory import (
     has_manifest,
     headings,
     run_record_problem,
+    unreadable,
 )
 from moe_lightning.checkpoint.files import SUFFIX, read_checkpoint, read_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
@@ -134,8 +135,7 @@ def _directories(path: Place) -> list[Place]:
     """The checkpoint that a path is, or those in it."""
     if has_manifest(path):
         return [path]
-    readable = [found for found, _ in headings(path)]
-    paths = [*readable, *(found for found in directories(path) if found not in readable and has_manifest(found))]
+    paths = [*(found for found, _ in headings(path)), *unreadable(path)]
     if not paths:
         raise _none_in(path)
     return paths

@@ -33,12 +33,11 @@ from typing_extensions import override
 from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.directory import (
     damaged_after,
-    directories,
-    has_manifest,
     headings,
     is_sound,
     read_manifest,
     run_record_problem,
+    unreadable,
 )
 from moe_lightning.checkpoint.files import CURE_OF_DAMAGE, TRUST_ADVICE, load_plain, load_trusted
 from moe_lightning.checkpoint.manifest import METADATA, Manifest, check_coverage
@@ -289,9 +288,8 @@ class Checkpoint(CheckpointSource):
         Raises:
             CheckpointError: the first file or key that is not as it should be.
         """
-        self._check_structure()
-        for _, problem in self._file_problems():
-            raise CheckpointError(problem)
+        for damage in self.damages():
+            raise CheckpointError(damage.problem)
 
     def damages(self, *, share: tuple[int, int] = (0, 1)) -> list[DamagedFile]:
         """Every file that is not as it should be, and what of its contents is wrong.
@@ -302,16 +300,20 @@ class Checkpoint(CheckpointSource):
         Raises:
             CheckpointError: the manifest does not describe a whole checkpoint.
         """
-        self._check_structure()
-        return [
-            DamagedFile(
-                problem=problem,
-                keys=frozenset(
-                    piece.key for piece in self.manifest.stored if piece.at.file == name and not self.is_intact(piece)
-                ),
-            )
-            for name, problem in self._file_problems(*share)
-        ]
+        if METADATA not in self.manifest.files:
+            raise CheckpointError(f"{self.path / MANIFEST} does not list {METADATA}")
+        check_coverage(self.manifest.stored, extra=self.manifest.extra)
+        number, shares = share
+        names = sorted(self.manifest.files)[number::shares]
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            problems = dict(zip(names, pool.map(self._check_file, names), strict=True))
+        found = []
+        for name, problem in problems.items():
+            if problem is not None:
+                pieces = (piece for piece in self.manifest.stored if piece.at.file == name)
+                wrong = frozenset(piece.key for piece in pieces if not self.is_intact(piece))
+                found.append(DamagedFile(problem=problem, keys=wrong))
+        return found
 
     @property
     def has_intact_substitutes(self) -> bool:
@@ -334,19 +336,6 @@ class Checkpoint(CheckpointSource):
             digest.update(chunk)
             found += len(chunk)
         return digest.hexdigest(), found
-
-    def _check_structure(self) -> None:
-        if METADATA not in self.manifest.files:
-            raise CheckpointError(f"{self.path / MANIFEST} does not list {METADATA}")
-        check_coverage(self.manifest.stored, extra=self.manifest.extra)
-
-    def _file_problems(self, number: int = 0, shares: int = 1) -> Iterator[tuple[str, str]]:
-        """(name, what is wrong with it) of every file of a share that is not as it should be."""
-        names = sorted(self.manifest.files)[number::shares]
-        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            for name, problem in zip(names, pool.map(self._check_file, names), strict=True):
-                if problem:
-                    yield name, problem
 
     def _check_file(self, name: str) -> str | None:
         record, path = self.manifest.files[name], self._file(name)
@@ -401,17 +390,6 @@ def find_newest(root: Place, *, run: str | None = None) -> Found:
     return find_usable(root, run=run, damages_of=damages_of)
 
 
-def unreadable(root: Place) -> Iterator[str]:
-    """One sentence for every checkpoint of a directory whose manifest cannot be read, the newest first."""
-    readable = {path for path, _ in headings(root)}
-    for path in reversed(directories(root)):
-        if path not in readable and has_manifest(path):
-            try:
-                Checkpoint(path)
-            except CheckpointError as error:
-                yield str(error)
-
-
 def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
     """Return the readable checkpoints, newest first, and report those that may hold damaged memory instead."""
     damaged, sound = damaged_after(root), []
@@ -426,8 +404,6 @@ def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
 def _unsound(path: Place, last_good: int) -> str:
     return f"{path} may hold memory that was damaged after step {last_good}"
 
-
-_MOST_LISTED = 3
 
 DamagesOf = Callable[[Checkpoint], Sequence[DamagedFile]]
 """As `Checkpoint.damages`."""
@@ -459,7 +435,11 @@ def find_usable(
     record_problem = run_record_problem(root)
     if record_problem is not None:
         note(f"{record_problem}; the checkpoints beside it tell the run")
-    note(*unreadable(root))
+    for path in unreadable(root):
+        try:
+            Checkpoint(path)
+        except CheckpointError as error:
+            note(str(error))
     readable = _saved_soundly(root, partial(note, then="; the one before it is tried"))
     for path in readable:
         try:
@@ -518,7 +498,7 @@ def _mend(checkpoint: Checkpoint, paths: Sequence[Place], damages_of: DamagesOf)
         substitutes[key] = name
     whole = Checkpoint(checkpoint.path, substitutes=substitutes)
     costs = _costs(checkpoint, whole)
-    return whole, [_sentence(d, checkpoint, whole, costs) if d.keys else _harmless(d) for d in damages]
+    return whole, [_sentence(d, whole, costs) if d.keys else _harmless(d) for d in damages]
 
 
 def _others(checkpoint: Checkpoint, paths: Sequence[Place]) -> Iterator[Checkpoint]:
@@ -555,21 +535,11 @@ def _harmless(damage: DamagedFile) -> str:
     return f"{damage.problem}; it holds no state, so nothing is lost"
 
 
-def _sentence(
-    damage: DamagedFile, before: Checkpoint, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None
-) -> str:
-    """Describe the damage, the version that is read instead of each expert, and the tokens lost."""
+def _sentence(damage: DamagedFile, after: Checkpoint, costs: Mapping[tuple[int, int], int] | None) -> str:
+    """Describe the damage, where the experts in it are read instead, and the tokens lost."""
     experts = sorted({parse_expert_key(key)[:2] for key in damage.keys})
-    fates = [_fate(expert, damage, before, after) for expert in experts[:_MOST_LISTED]]
-    rest = f" and {len(experts) - _MOST_LISTED} more" if len(experts) > _MOST_LISTED else ""
+    layer, expert = experts[0]
+    more = f" and {len(experts) - 1} more are" if len(experts) > 1 else " is"
+    names = ", ".join(sorted({after.substitutes[key] for key in damage.keys}))
     lost = "tokens are not counted" if costs is None else f"{sum(costs.get(e, 0) for e in experts)} tokens are lost"
-    return f"{damage.problem}; {', '.join(fates)}{rest}; {lost}"
-
-
-def _fate(expert: tuple[int, int], damage: DamagedFile, before: Checkpoint, after: Checkpoint) -> str:
-    keys = [key for key in damage.keys if parse_expert_key(key)[:2] == expert]
-    who = f"expert {expert[1]} of layer {expert[0]}"
-    worst = min(keys, key=after.version)
-    new, old = after.version(worst), before.version(worst)
-    instead = f"in version {new} instead of {old}" if new < old else f"in its version {new}"
-    return f"{who} is read {instead} from {after.substitutes[worst]}"
+    return f"{damage.problem}; expert {expert} of layer {layer}{more} read from {names}; {lost}"
