@@ -475,7 +475,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         log_committed(trainer, status.committed_path)
 
     def _reassign(self, strategy: ExpertParallelStrategy) -> None:
-        """Experts have moved: the session goes on with other writers, or ends where their snapshots lack room."""
+        """Experts have moved: the session goes on with other writers, or ends where no room was reserved for others."""
         self._growth.look_again()
         if self.session is not None:
             owners = self.session.reassign(strategy.state.training_state())

@@ -46,7 +46,7 @@ class SnapshotContents:
         settings: how to save.
         computed_in: what experts compute in, where that is less than their weights; None: it is not.
         experts_move: reserve room for all experts that may ever be in this rank's slots; else for those that it writes
-            now.
+            now, and a session ends where experts move.
 
     Attributes:
         k_snapshot, k_persist: in force now; 0 for a dense model.
@@ -71,7 +71,7 @@ class SnapshotContents:
         self._writers, self._rows = state.expert_writers(), state.dense_plan(self.k_persist)
         self._experts: Mapping[str, StatePiece] = {}
         self._addresses: Sequence[int] | None = None
-        self._room = None if experts_move else state.load_of(self._writers)
+        self._experts_move = experts_move
         self.predicted_bytes = self._predicted_bytes()
         self.window: ReplayWindow | None = None
         self._is_next_full, self.was_partial = True, False
@@ -83,7 +83,7 @@ class SnapshotContents:
 
     def reserved(self) -> dict[str, StatePiece]:
         """Return all pieces that a snapshot may ever have, by key."""
-        experts = self._written_experts() if self._room is not None else self._state.all_rows()
+        experts = self._state.all_rows() if self._experts_move else self._written_experts()
         found = {**experts, **self._state.dense_of(self._rows)}
         if self._settings.lossless and self.num_experts:
             found |= most_frozen_pieces(found, self.num_experts, self.k_snapshot, self._computed_in)
@@ -154,12 +154,12 @@ class SnapshotContents:
             state: the live tensors under their new keys.
 
         Returns:
-            int64 [L, E], the rank that writes each expert, the same on every rank; None where a rank lacks room for
-            those that it would have to write, so that a new session must be opened.
+            int64 [L, E], the rank that writes each expert, the same on every rank; None where no room was reserved for
+            others, so that a new session must be opened.
         """
-        writers = state.expert_writers(self._writers)
-        if self._room is not None and not state.load_of(writers) <= self._room:
+        if not self._experts_move:
             return None
+        writers = state.expert_writers(self._writers)
         self._state, self._writers, self._addresses = state, writers, None
         return state.owners(writers)
 

@@ -13,7 +13,7 @@ Source: MoEvement (arXiv 2412.15411) 3.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -163,7 +163,7 @@ class TrainingState(State):
             computed_in: what experts compute in, where that is less than their weights.
         """
         layers, experts = range(self.num_layers), self.num_layers * self.num_experts
-        whole = sum(sum(self._expert_sizes(layer)) for layer in layers) / len(layers)
+        whole = sum(map(self._expert_bytes, layers)) / len(layers)
         weights = [p for stack in self.stacks for p in stack.saved.values()]
         weight = sum(p.shape[1:].numel() * (computed_in or p.dtype).itemsize for p in weights) / len(layers)
         dense = sum(self.rank_bytes(self.num_experts)) - experts * whole
@@ -187,7 +187,7 @@ class TrainingState(State):
         share = experts_per_checkpoint / max(1, self.num_experts)
         return shard_checkpoint(
             self.expert_writers(),
-            expert_bytes=int(sum(self._expert_sizes(0)) * share) if self.stacks else 0,
+            expert_bytes=int(self._expert_bytes(0) * share) if self.stacks else 0,
             modules=[
                 Module(name=name, nbytes=sum(p.tensor.nbytes for p in pieces), rows=_rows(pieces))
                 for name, pieces in shared.items()
@@ -195,10 +195,10 @@ class TrainingState(State):
             num_ranks=self.world_size,
         )
 
-    def _expert_sizes(self, layer: int) -> tuple[int, ...]:
+    def _expert_bytes(self, layer: int) -> int:
         """Bytes of the tensors of an expert."""
         stacks = [t for p in self.stacks[layer].saved.values() for t in (p, *self.moments(p).values())]
-        return tuple(stack.shape[1:].numel() * stack.element_size() for stack in stacks)
+        return sum(stack.shape[1:].numel() * stack.element_size() for stack in stacks)
 
     def expert_writers(self, before: Writers | None = None) -> dict[tuple[int, int], int]:
         """(layer, expert) -> the rank that writes it, one of its holders, the same on every rank; who wrote it before
@@ -226,11 +226,6 @@ class TrainingState(State):
             for slot in range(len(stack.slot_experts))
             for piece in self.rows(layer, slot, slot)
         }
-
-    def load_of(self, writers: Writers) -> Counter[tuple[int, tuple[int, ...]]]:
-        """Count the experts that each rank writes, by (rank, bytes of their tensors)."""
-        sizes = [self._expert_sizes(layer) for layer in range(self.num_layers)]
-        return Counter((rank, sizes[layer]) for (layer, _), rank in writers.items())
 
     # ------------------------------------------------------------------ restoring
 

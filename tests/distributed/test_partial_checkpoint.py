@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
+from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.lost_tokens import DynamicK
 from moe_lightning.checkpoint import agent_handle
 from moe_lightning.checkpoint.agent_handle import AgentStatus, agent_alive, request_stop
@@ -439,7 +440,9 @@ def test_a_rebalance_opens_no_session_and_copies_only_what_changed_hands(
     whole = run(1, [], steps=10)[0]
     path = tmp_path / "sessions"
     log = Log(path, last_copy, "on_before_zero_grad")
-    run(2, [saver(root, every_n_steps=1, k_snapshot=1), ReplaceExperts(3, elsewhere=elsewhere), log], steps=8)
+    balancer = LoadBalancer(rebalance_every=0, shadows="none", calibrate=False, speeds="even")  # there will be moves
+    callbacks = [saver(root, every_n_steps=1, k_snapshot=1), balancer, ReplaceExperts(3, elsewhere=elsewhere), log]
+    run(2, callbacks, steps=8)
     steps, sessions, copied = zip(*map(json.loads, path.read_text().splitlines()), strict=True)
     assert len(set(sessions)) == 1
     sizes = dict(zip(steps, copied, strict=True))
