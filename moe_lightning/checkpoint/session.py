@@ -107,11 +107,10 @@ class CheckpointSession:
         opening: what the ranks agreed on.
         snapshotter: copies.
         protector: of snapshots; None: they are not protected.
-        windows: what schedules the copies; None where they go on at any time.
         is_broken: returns True once a rank of the world is lost: its parts may never come.
 
     Attributes:
-        contents, windows: as given.
+        contents: as given.
         adapted: what the measured times suggested; None before.
     """
 
@@ -122,10 +121,9 @@ class CheckpointSession:
         opening: Opening,
         snapshotter: Snapshotter,
         protector: Protector | None,
-        windows: CopyWindows | None,
         is_broken: Callable[[], bool],
     ) -> None:
-        self._world, self.contents, self._opening, self.windows = world, contents, opening, windows
+        self._world, self.contents, self._opening = world, contents, opening
         self._snapshotter, self._protector, self._is_broken = snapshotter, protector, is_broken
         self._unprotected: int | None = None
         self.adapted: AdaptiveConfiguration | None = None
@@ -180,7 +178,7 @@ class CheckpointSession:
         protector = Protector(snapshotter.arena, layout, world) if layout is not None else None
         if protector is not None:
             snapshotter.on_published = protector.prepare
-        return cls(world, contents, opening, snapshotter, protector, windows, is_broken)
+        return cls(world, contents, opening, snapshotter, protector, is_broken)
 
     # ------------------------------------------------------------------ saving
 
@@ -224,6 +222,11 @@ class CheckpointSession:
         self._snapshotter.renew()
         if self._protector is not None:
             self._protector.renew()
+
+    @property
+    def windows(self) -> CopyWindows | None:
+        """Scheduler of the copies; None where they go on at any time."""
+        return self._snapshotter.windows
 
     @property
     def in_window(self) -> bool:
@@ -351,8 +354,7 @@ class CheckpointSession:
                 before = status.committed_step
                 last = "there is no whole one" if before is None else f"the last whole one is step {before}"
                 waited = f"{time.monotonic() - began:.1f} s"
-                cure = _cure_of(self._opening.arenas)
-                problem = f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}{cure}"
+                problem = f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
                 if gone:
                     raise CheckpointError(problem)
                 break
@@ -366,12 +368,6 @@ class CheckpointSession:
             if self._opening.arenas.is_dir() and not any(self._opening.arenas.glob(ARENAS)):
                 shutil.rmtree(self._opening.arenas)
         return status
-
-
-def _cure_of(arenas: Path) -> str:
-    if not arenas.is_dir():
-        return ""
-    return f"; moe-ckpt clean {arenas.parent} names the command that writes it before the run starts again"
 
 
 def _deletion_of(arenas: Path) -> str:

@@ -308,6 +308,7 @@ class Snapshotter:
         world: number of the world (`directory.py`).
 
     Attributes:
+        windows: as given.
         report: times of the last copy; None before the first.
         on_published: called in the background thread with the table of every snapshot that is whole, before `finish`
             returns.
@@ -342,7 +343,7 @@ class Snapshotter:
         self.arena = Arena.create(path, capacity=capacity, table_bytes=table_bytes)
         self._device = next((p.tensor.device for p in live if p.tensor.device.type != "cpu"), None)
         self._staging = Staging() if self._device is not None else None
-        self._windows = windows
+        self.windows = windows
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
@@ -439,8 +440,8 @@ class Snapshotter:
         self, table: SnapshotIndex, placed: list[Piece], sources: list[torch.Tensor], began: float, *, is_last: bool
     ) -> None:
         self._copied.clear()
-        if self._windows is not None:
-            self._windows.copy_begins(sum(piece.nbytes for piece in placed))
+        if self.windows is not None:
+            self.windows.copy_begins(sum(piece.nbytes for piece in placed))
         stream = side_stream(self._device) if self._device is not None else None
         arguments = (table, placed, sources, stream, began, is_last)
         self._thread = threading.Thread(target=self._copy, args=arguments, name="snapshot", daemon=True)
@@ -465,8 +466,8 @@ class Snapshotter:
         self._hurry()
         self._copied.wait()
         stall_s = time.perf_counter() - began
-        if self._windows is not None:
-            self._windows.waited(stall_s)
+        if self.windows is not None:
+            self.windows.waited(stall_s)
         self._raise_failure()
         return stall_s
 
@@ -498,8 +499,8 @@ class Snapshotter:
             self.arena.close()
 
     def _hurry(self) -> None:
-        if self._windows is not None:
-            self._windows.hurry()
+        if self.windows is not None:
+            self.windows.hurry()
 
     def _object_piece(self, key: str, value: object, step: int) -> tuple[Piece, torch.Tensor]:
         data = torch.frombuffer(bytearray(dump_object(value)), dtype=torch.uint8)
@@ -561,12 +562,12 @@ class Snapshotter:
             self._copied.set()
             self._publish(table, placed, is_last=is_last)
             copied_bytes = sum(piece.nbytes for piece in placed)
-            if self._windows is not None:
-                self._windows.copy_ended(copied_bytes, copied - began)
+            if self.windows is not None:
+                self.windows.copy_ended(copied_bytes, copied - began)
             self.report = SnapshotReport(
                 copied_bytes=copied_bytes,
                 copy_s=copied - began,
-                copied_by_window=dict(self._windows.copied_bytes) if self._windows is not None else {},
+                copied_by_window=dict(self.windows.copied_bytes) if self.windows is not None else {},
             )
         except BaseException as error:  # handed to the training thread, which raises it
             self._failure, self._begun = error, None
@@ -591,8 +592,8 @@ class Snapshotter:
             ctypes.memmove(target.data_ptr() + start, part.data_ptr(), part.numel())
 
     def _admit(self, num_bytes: int) -> None:
-        if self._windows is not None:
-            self._windows.admit(num_bytes)
+        if self.windows is not None:
+            self.windows.admit(num_bytes)
 
     def _publish(self, table: SnapshotIndex, placed: list[Piece], *, is_last: bool) -> None:
         """Add checksums of what was copied; publish the snapshot after its last part."""

@@ -376,7 +376,7 @@ def test_a_closed_window_holds_the_copy_and_the_update_releases_it(tmp_path: Pat
     windows._plan = lambda num_bytes: (frozenset({Window.IDLE}), 0.0)  # type: ignore[method-assign]
     with node(tmp_path, world_size=1) as made:
         snapshotter = made.ranks[0]
-        snapshotter._windows = windows
+        snapshotter.windows = windows
         snapshotter.start(1, state)
         assert not snapshotter._copied.wait(0.05)
         snapshotter.wait_before_update()
