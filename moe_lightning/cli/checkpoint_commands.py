@@ -16,7 +16,7 @@ from moe_lightning.checkpoint.inspect import dense_bytes, newest_file, step_of_f
 from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.storage import place_of, storage_of
 from moe_lightning.checkpoint.storage.interface import exists
-from moe_lightning.cli.expert_edits import edit_file, least_loaded, parse_edits
+from moe_lightning.cli.expert_edits import edit_file, parse_edits
 from moe_lightning.cli.saved_model import checkpoints_of
 from moe_lightning.cli.serving import form_of, measured_counts, plan_serving
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -160,18 +160,11 @@ def _export_loads(arguments: argparse.Namespace) -> int:
 
 
 def _edit(arguments: argparse.Namespace) -> int:
-    loads_LE = None if arguments.loads is None else measured_counts(arguments.loads)
     words = {kind: getattr(arguments, kind) for kind in ("prune", "merge", "duplicate")}
-    if arguments.prune_least and loads_LE is None:
-        raise ConfigurationError("--prune-least needs to know the loads: give --loads")
-    if arguments.prune_least and loads_LE is not None:
-        least = [least_loaded(loads_E, arguments.prune_least) for loads_E in loads_LE]
-        words["prune"] += [f"{layer}:{','.join(map(str, experts))}" for layer, experts in enumerate(least)]
     report = edit_file(
         arguments.source,
         arguments.target,
         lambda num_layers: parse_edits(num_layers, **words),
-        loads_LE=loads_LE,
         batches=arguments.batches,
     )
     loss = "not measured: it needs the run's config.yaml and --batches above 0"

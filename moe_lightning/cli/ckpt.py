@@ -107,8 +107,6 @@ def _add_edits(edit: argparse.ArgumentParser) -> None:
     for kind, example in (("prune", "3,5"), ("merge", "0+3"), ("duplicate", "2")):
         help_ = f"experts such as {example}, or of one layer such as 1:{example}"
         edit.add_argument(f"--{kind}", nargs="+", default=[], metavar="E", help=help_)
-    edit.add_argument("--prune-least", type=value(Count), metavar="N", help="prune the N with fewest tokens of a layer")
-    edit.add_argument("--loads", type=input_file, help="a run's routing_trace.npz or expert_load.csv, for shares")
     edit.add_argument(
         "--batches", type=value(NonNegativeInt), default=8, metavar="N", help="of the report (default: 8)"
     )

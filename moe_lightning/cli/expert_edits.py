@@ -22,10 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_lightning.checkpoint.files import read_file, write_file
-from moe_lightning.cli.capacity import GIB
 from moe_lightning.cli.resume import config_of
 from moe_lightning.cli.saved_model import require_known
-from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -66,16 +64,12 @@ class ExpertEdit:
     merge: tuple[tuple[int, ...], ...] = ()
     duplicate: tuple[int, ...] = ()
 
-    def table(self, loads_E: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Shares [new experts, E] of the old experts in each new one; rows add up to 1.
-
-        Args:
-            loads_E: tokens of each expert, in proportion to which merged experts count; all zeros means equally.
+    def table(self, num_experts: int) -> NDArray[np.float64]:
+        """Shares [new experts, E] of the E old experts in each new one; a merged one is the mean of its parts.
 
         Raises:
             ConfigurationError: an expert that there is not, one in two places, or none left.
         """
-        num_experts = len(loads_E)
         merged = [expert for group in self.merge for expert in group]
         used = [*self.prune, *merged]
         for expert in (*used, *self.duplicate):
@@ -88,52 +82,14 @@ class ExpertEdit:
             raise ConfigurationError(f"merging {self.merge} needs two experts at least in each group, such as 0+3")
         group_of = {group[0]: group for group in self.merge}
         gone = {*self.prune, *merged} - set(group_of)
-        rows = [_shares(group_of.get(e, (e,)), loads_E) for e in range(num_experts) if e not in gone]
-        rows += [_shares((e,), loads_E) for e in self.duplicate]
+        rows = [group_of.get(e, (e,)) for e in range(num_experts) if e not in gone]
+        rows += [(e,) for e in self.duplicate]
         if len(rows) == 0:
             raise ConfigurationError(f"pruning all {num_experts} experts leaves none: keep one at least")
-        return np.stack(rows)
-
-
-def edit_tables(
-    edits: Sequence[ExpertEdit], num_experts: int, loads_LE: NDArray[np.int64] | None
-) -> list[NDArray[np.float64]]:
-    """The table of each layer, see `ExpertEdit.table`; all of them have equally many rows.
-
-    Args:
-        edits: one for each layer.
-        num_experts: E, before.
-        loads_LE: tokens of each expert; None: merged experts count equally.
-
-    Raises:
-        ConfigurationError: an edit that cannot be, loads of other sizes, or layers that would differ.
-    """
-    if loads_LE is None:
-        loads_LE = np.zeros((len(edits), num_experts), dtype=np.int64)
-    if loads_LE.shape != (len(edits), num_experts):
-        raise ConfigurationError(
-            f"the loads are of {loads_LE.shape} (layers, experts), the checkpoint has {(len(edits), num_experts)}: "
-            "give those of its own run"
-        )
-    tables = [edit.table(loads_E) for edit, loads_E in zip(edits, loads_LE, strict=True)]
-    sizes = {len(table) for table in tables}
-    if len(sizes) > 1:
-        raise ConfigurationError(
-            f"the layers would have {sorted(sizes)} experts: edit them so that all have equally many"
-        )
-    return tables
-
-
-def least_loaded(loads_E: NDArray[np.int64], count: int) -> tuple[int, ...]:
-    """The experts with fewest tokens, those of lower number first among equals, ascending."""
-    return tuple(sorted(np.argsort(loads_E, kind="stable")[:count].tolist()))
-
-
-def _shares(experts: Sequence[int], loads_E: NDArray[np.int64]) -> NDArray[np.float64]:
-    row = np.zeros(len(loads_E))
-    weights = loads_E[list(experts)].astype(np.float64)
-    row[list(experts)] = weights / weights.sum() if weights.any() else 1 / len(experts)
-    return row
+        shares = np.zeros((len(rows), num_experts))
+        for row, parts in zip(shares, rows, strict=True):
+            row[list(parts)] = 1 / len(parts)
+        return shares
 
 
 _PER_EXPERT = ("LoadBalancer", "PartialExpertsCheckpoint", "DynamicK")
@@ -158,7 +114,6 @@ def edit_file(
     target: Path,
     edits: Callable[[int], Sequence[ExpertEdit]],
     *,
-    loads_LE: NDArray[np.int64] | None = None,
     batches: int = 8,
 ) -> EditReport:
     """Write the edited checkpoint; the source stays as it is.
@@ -167,7 +122,6 @@ def edit_file(
         source: a `.ckpt` of a GPTModule.
         target: a file that does not exist.
         edits: of each MoE layer, asked with their number; afterwards all have equally many experts.
-        loads_LE: tokens of each expert, for merged ones; None: they count equally.
         batches: of validation, for the report.
 
     Raises:
@@ -181,8 +135,8 @@ def edit_file(
     module = _module(checkpoint, source)
     require_known(checkpoint["state_dict"], module.state_dict(), source)
     num_experts = module.config.num_experts
-    tables = edit_tables(edits(len(_layers(module))), num_experts, loads_LE)
-    _check(tables, module.config.router.top_k, source.stat().st_size)
+    tables = [edit.table(num_experts) for edit in edits(len(_layers(module)))]
+    _check(tables, module.config.router.top_k)
     config = config_of(source) if batches else None
     before = None if config is None else _loss_before(source, config, batches)
     edited = edit_checkpoint(checkpoint, module, tables)
@@ -241,22 +195,19 @@ def _edited_optimizer(
     return {**saved, "state": state}
 
 
-def _check(tables: Sequence[NDArray[np.float64]], top_k: int, file_bytes: int) -> None:
-    """Refuse an edit that changes nothing, leaves a token too few experts, or makes more of them than memory holds."""
+def _check(tables: Sequence[NDArray[np.float64]], top_k: int) -> None:
+    """Refuse an edit that changes nothing, makes layers differ, or leaves a token too few experts."""
+    sizes = {len(table) for table in tables}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"the layers would have {sorted(sizes)} experts: edit them so that all have equally many"
+        )
     count, before = tables[0].shape
     if all(np.array_equal(table, np.eye(before)) for table in tables):
-        raise ConfigurationError(
-            "the edited checkpoint would be the same one: give --prune, --prune-least, --merge or --duplicate"
-        )
+        raise ConfigurationError("the edited checkpoint would be the same one: give --prune, --merge or --duplicate")
     if count < top_k:
         raise ConfigurationError(
             f"{count} of {before} experts would be left, and each token goes to top_k={top_k}: prune or merge fewer"
-        )
-    needed, memory = file_bytes * count // before, machine_memory()
-    if count > before and needed > memory:
-        raise ConfigurationError(
-            f"{count} experts in place of {before} make a checkpoint of {needed / GIB:.3g} GiB, of {memory / GIB:.0f} "
-            "GiB of memory: duplicate fewer"
         )
 
 

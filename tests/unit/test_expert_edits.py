@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
 from moe_lightning.checkpoint.files import read_file, write_file
-from moe_lightning.cli import expert_edits
 from moe_lightning.cli.ckpt import main
-from moe_lightning.cli.expert_edits import ExpertEdit, edit_checkpoint, edit_file, least_loaded, mixed, parse_edits
+from moe_lightning.cli.expert_edits import ExpertEdit, edit_checkpoint, edit_file, mixed, parse_edits
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.adapters import add_adapters
 from moe_lightning.moe.layer import MoELayer
@@ -27,16 +26,11 @@ from moe_lightning.strategies.averaging import CURRENT
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
 
 E = TINY["num_experts"]
-NO_LOADS = np.zeros(4, dtype=np.int64)
 
 
 def test_tables_say_what_new_experts_are_made_of() -> None:
     edit = ExpertEdit(prune=(1,), merge=((0, 3),), duplicate=(2,))
-    loads_E = np.array([3, 5, 7, 1])
-    expected = [[0.75, 0, 0, 0.25], [0, 0, 1, 0], [0, 0, 1, 0]]
-    np.testing.assert_array_equal(edit.table(loads_E), expected)
-    np.testing.assert_array_equal(edit.table(NO_LOADS)[0], [0.5, 0, 0, 0.5])
-    assert least_loaded(np.array([3, 1, 7, 1]), 2) == (1, 3)
+    np.testing.assert_array_equal(edit.table(4), [[0.5, 0, 0, 0.5], [0, 0, 1, 0], [0, 0, 1, 0]])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +45,7 @@ def test_tables_say_what_new_experts_are_made_of() -> None:
 )
 def test_edits_that_cannot_be(edit: ExpertEdit, sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        edit.table(NO_LOADS)
+        edit.table(4)
 
 
 def trained(folder: Path, **model: Any) -> Path:
@@ -111,7 +105,7 @@ def test_merging_undoes_duplicating_and_the_command_that_goes_on_is_printed(
 def test_both_models_of_a_run_that_averages_its_weights_are_edited(whole: Path) -> None:
     checkpoint, module = read_file(whole), module_of(whole)
     trains_on = {name: value + 1 for name, value in checkpoint["state_dict"].items()}
-    table = ExpertEdit(prune=(2,)).table(np.zeros(E, dtype=np.int64))
+    table = ExpertEdit(prune=(2,)).table(E)
     made = edit_checkpoint({**checkpoint, CURRENT: trains_on}, module, [table] * TINY["num_layers"])
     assert len(made["optimizer_states"]) == 1
     for part, before in (("state_dict", checkpoint["state_dict"]), (CURRENT, trains_on)):
@@ -153,7 +147,6 @@ def test_copies_learn_apart(whole: Path) -> None:
         (["--merge", "3"], "needs two experts at least"),
         (["--duplicate", "7:1"], "names layer 7 of 2 MoE layers"),
         (["--prune", "0:1"], "the layers would have [5, 6] experts"),
-        (["--prune-least", "1"], "give --loads"),
         (
             ["--prune", "0,1,2,3,4"],
             "1 of 6 experts would be left, and each token goes to top_k=2: prune or merge fewer",
@@ -183,12 +176,6 @@ def test_data_that_cannot_be_loaded_are_said_before_anything_is_written(
     assert "; --batches 0 edits without measuring the loss" in said
     assert not target.exists()
     assert main(["edit", str(source), str(target), "--prune", "0", "--batches", "0"]) == 0
-
-
-def test_more_experts_than_memory_holds_are_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_edits, "machine_memory", lambda: 3 * whole.stat().st_size)
-    with pytest.raises(ConfigurationError, match=r"24 experts in place of 6 .* duplicate fewer"):
-        edited(whole, "large.ckpt", duplicate=["0,1,2,3,4,5"] * 3)
 
 
 def test_twins_have_one_score_until_they_learn() -> None:
