@@ -14,7 +14,7 @@ Shapes: N ranks; node_of[N]; W bytes of each rank's snapshot.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Protocol
@@ -55,24 +55,6 @@ class ProtectionLayout:
     def copied_writers(self, rank: int) -> tuple[int, ...]:
         """The other ranks whose snapshots this rank copies."""
         return tuple(writer for writer, holders in enumerate(self.holders) if rank in holders)
-
-    def survives(self, failed_nodes: Collection[int]) -> bool:
-        """Return True if every rank's snapshot can be read or computed without these nodes."""
-        failed = set(failed_nodes)
-        lost = {rank for rank, node in enumerate(self.node_of) if node in failed}
-        return all(self._recoverable(rank, lost) for rank in lost)
-
-    def _recoverable(self, rank: int, lost: Collection[int]) -> bool:
-        group = self.group_of(rank)
-        return any(holder not in lost for holder in self.holders[rank]) or (
-            len(group) > 1 and sum(member in lost for member in group) == 1
-        )
-
-    def survival(self, failures: int) -> float:
-        """The share of all sets of so many failed nodes that is survived."""
-        nodes = sorted(set(self.node_of))
-        sets = list(combinations(nodes, failures))
-        return sum(self.survives(failed) for failed in sets) / len(sets)
 
 
 @dataclass(frozen=True, kw_only=True)

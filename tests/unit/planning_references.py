@@ -1,15 +1,17 @@
-"""Slow references of the planner: every effect tabulated, nothing kept from one step to the next."""
+"""Slow references of planners: every effect tabulated, nothing kept from one step to the next."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.cost_model import ONE_COPY, BlockCosts, TransferMethod, predict_block
 from moe_lightning.balancing.planner import BalancePlanner
 from moe_lightning.balancing.shadow_search import no_shadows
+from moe_lightning.checkpoint.protection import ProtectionLayout, sub_shard
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan, balanced_quota, choose_homes, shadow_quota
 
@@ -147,3 +149,41 @@ def copy_volumes(shadows: np.ndarray, homes: np.ndarray, transfer: TransferMetho
         evenly = np.broadcast_to(ONE_COPY * (count + moved) // num_ranks, shadows.shape)
         return np.stack([evenly, evenly], axis=-2)
     return np.stack([at_home * ONE_COPY * count, shadows * ONE_COPY], axis=-2)
+
+
+def survives(layout: ProtectionLayout, failed: tuple[int, ...]) -> bool:
+    """Return True if the bytes on the nodes that are left determine all shards, by the rank of the system over GF(2):
+    every shard is cut into as many unknown words as its group has parts."""
+    parts = {rank: max(1, len(layout.group_of(rank)) - 1) for rank in range(len(layout.node_of))}
+    first = {rank: sum(parts[r] for r in range(rank)) for rank in parts}
+    width = sum(parts.values())
+    rows: list[NDArray[np.int64]] = []
+
+    def row(*words: int) -> None:
+        rows.append(np.isin(np.arange(width), words).astype(np.int64))
+
+    for rank, node in enumerate(layout.node_of):
+        if node in failed:
+            continue
+        for writer in (rank, *layout.copied_writers(rank)):
+            for part in range(parts[writer]):
+                row(first[writer] + part)
+        group = layout.group_of(rank)
+        if group:
+            i = group.index(rank)
+            row(*(first[j] + sub_shard(i, group.index(j)) for j in group if j != rank))
+    return _rank_over_gf2(rows, width) == width
+
+
+def _rank_over_gf2(rows: list[NDArray[np.int64]], width: int) -> int:
+    table, rank = np.array(rows).reshape(-1, width), 0
+    for column in range(width):
+        pivots = np.flatnonzero(table[rank:, column]) + rank
+        if not pivots.size:
+            continue
+        table[[rank, pivots[0]]] = table[[pivots[0], rank]]
+        others = np.flatnonzero(table[:, column])
+        others = others[others != rank]
+        table[others] ^= table[rank]
+        rank += 1
+    return rank

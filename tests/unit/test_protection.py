@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from moe_lightning.checkpoint.protection import (
     BUFFERS,
-    ProtectionLayout,
     aec_layout,
     arc_layout,
     choose_protection,
@@ -24,6 +22,7 @@ from moe_lightning.checkpoint.protection import (
 )
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.kernels import xor_parity
+from tests.unit.planning_references import survives
 
 node_lists = st.lists(st.integers(1, 3), min_size=2, max_size=5).map(
     lambda sizes: [node for node, size in enumerate(sizes) for _ in range(size)]
@@ -64,63 +63,6 @@ def test_one_lost_member_is_decoded(members: int, seed: int, data: st.DataObject
             assert torch.equal(xor_parity([parities[holder], *others]), shards[lost, sub_shard(holder, lost)])
 
 
-def gf2_recoverable(layout: ProtectionLayout, failed: tuple[int, ...]) -> bool:
-    """Whether the surviving bytes determine all shards, by the rank of the system over GF(2): every shard is cut into
-    as many unknown words as its group has parts."""
-    parts = {rank: max(1, len(layout.group_of(rank)) - 1) for rank in range(len(layout.node_of))}
-    first = {rank: sum(parts[r] for r in range(rank)) for rank in parts}
-    width = sum(parts.values())
-    rows: list[NDArray[np.int64]] = []
-
-    def row(*words: int) -> None:
-        rows.append(np.isin(np.arange(width), words).astype(np.int64))
-
-    for rank, node in enumerate(layout.node_of):
-        if node in failed:
-            continue
-        for writer in (rank, *layout.copied_writers(rank)):
-            for part in range(parts[writer]):
-                row(first[writer] + part)
-        group = layout.group_of(rank)
-        if group:
-            i = group.index(rank)
-            row(*(first[j] + sub_shard(i, group.index(j)) for j in group if j != rank))
-    return rank_over_gf2(rows, width) == width
-
-
-def rank_over_gf2(rows: list[NDArray[np.int64]], width: int) -> int:
-    table, rank = np.array(rows).reshape(-1, width), 0
-    for column in range(width):
-        pivots = np.flatnonzero(table[rank:, column]) + rank
-        if not pivots.size:
-            continue
-        table[[rank, pivots[0]]] = table[[pivots[0], rank]]
-        others = np.flatnonzero(table[:, column])
-        others = others[others != rank]
-        table[others] ^= table[rank]
-        rank += 1
-    return rank
-
-
-@settings(deadline=None, max_examples=60)
-@given(node_lists, st.data())
-def test_survival_is_what_linear_algebra_says(node_of: list[int], data: st.DataObject) -> None:
-    num_nodes = len(set(node_of))
-    layout = data.draw(
-        st.sampled_from(
-            [
-                no_protection(node_of),
-                aec_layout(node_of),
-                aec_layout(node_of, group_nodes=2),
-                *(arc_layout(node_of, p) for p in range(1, num_nodes)),
-            ]
-        )
-    )
-    for number in range(num_nodes):
-        for failed in combinations(range(num_nodes), number):
-            assert layout.survives(failed) == gf2_recoverable(layout, failed), failed
-
-
 @settings(deadline=None, max_examples=60)
 @given(node_lists)
 def test_nobody_protects_what_fails_with_it(node_of: list[int]) -> None:
@@ -134,16 +76,16 @@ def test_nobody_protects_what_fails_with_it(node_of: list[int]) -> None:
         members = [member for group in layout.groups for member in group]
         assert len(set(members)) == len(members)
         assert all(holders or rank in members for rank, holders in enumerate(layout.holders))
-        assert all(layout.survives([node]) for node in node_of)
+        assert all(survives(layout, (node,)) for node in node_of)
 
 
 @pytest.mark.parametrize(("nodes", "pairs"), [(3, 0), (4, 2), (5, 5), (6, 9)])
 def test_pairs_that_one_copy_survives(nodes: int, pairs: int) -> None:
     """One copy survives the pairs that are no neighbours, parities survive no pair, two copies survive all."""
-    possible = nodes * (nodes - 1) // 2
-    assert round(arc_layout(range(nodes)).survival(2) * possible) == pairs
-    assert aec_layout(range(nodes)).survival(2) == 0.0
-    assert arc_layout(range(nodes), 2).survival(2) == 1.0
+    failed_pairs = list(combinations(range(nodes), 2))
+    assert sum(survives(arc_layout(range(nodes)), failed) for failed in failed_pairs) == pairs
+    assert not any(survives(aec_layout(range(nodes)), failed) for failed in failed_pairs)
+    assert all(survives(arc_layout(range(nodes), 2), failed) for failed in failed_pairs)
 
 
 def test_costs_of_equal_shards() -> None:

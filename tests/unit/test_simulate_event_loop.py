@@ -24,6 +24,7 @@ from moe_lightning.simulate.recommend import _checkpoints, mixture_of, recommend
 from moe_lightning.simulate.scenario import Report
 from moe_lightning.simulate.step_model import StepCost, StepModel
 from moe_lightning.simulate.workload import RoutingScenario, make_routing
+from tests.unit.planning_references import survives
 from tests.unit.simulated import HOUR_S, NODES, scenario, small_hardware, small_workload
 
 RATES = st.floats(0.1, 20.0)
@@ -562,7 +563,7 @@ def test_protection_survives_what_its_layout_says(count: int) -> None:
     for name, method in (("reft", "aec"), ("reft", "arc"), ("gemini", None)):
         chosen = policy(name, protection_group=6, **({"protection": method} if method else {}))
         for failed in combinations(range(NODES), count):
-            expected = "memory" if chosen.layout_of(NODES).survives(failed) else "storage"
+            expected = "memory" if survives(chosen.layout_of(NODES), failed) else "storage"
             assert _level(chosen, failed) == expected, (name, method, failed)
 
 
