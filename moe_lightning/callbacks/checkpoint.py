@@ -54,45 +54,38 @@ def log_committed(trainer: pl.Trainer, path: str | None) -> None:
 class StepTimes:
     """Seconds of the last step, of its passes up to the update, and of waits for snapshots.
 
+    A step begins with its first micro-batch; what comes after its update, such as a save or a validation, is no part.
+
     Attributes:
-        step_s, overlap_s: of the step, without saves, waits for them, and validations; of the passes of all its
-            micro-batches, under which copies hide.
+        step_s, overlap_s: of the step, without waits; of the passes of all its micro-batches, under which copies hide.
         stall_s: that training has waited for snapshots since it was last taken.
     """
 
     def __init__(self) -> None:
-        self.step_s = self.overlap_s = self.stall_s = self._left_out_s = 0.0
-        self._passes_began: float | None = None
-        self._batch_ended = self._step_ended = self._now()
+        self.step_s = self.overlap_s = self.stall_s = self._waited_s = 0.0
+        self._began: float | None = None
+        self._is_in_passes = False
 
     def begin_batch(self) -> None:
-        """A micro-batch begins; the first one of a step begins its passes."""
-        if self._passes_began is None:
-            self._passes_began = self._now()
+        """A micro-batch begins; the first one begins a step."""
+        if self._began is None:
+            self._began, self._waited_s, self._is_in_passes = time.perf_counter(), 0.0, True
 
     def begin_update(self) -> None:
         """The passes have ended; later optimizers of the step change nothing."""
-        if self._passes_began is not None:
-            self.overlap_s, self._passes_began = self._now() - self._passes_began, None
+        if self._began is not None and self._is_in_passes:
+            self.overlap_s = time.perf_counter() - self._began - self._waited_s
+            self._is_in_passes = False
 
     def wait(self, seconds: float) -> None:
         """Training has waited for a snapshot."""
         self.stall_s += seconds
-        self._left_out_s += seconds
+        self._waited_s += seconds
 
-    def end_batch(self, *, is_update: bool) -> None:
-        """The micro-batch has ended, and with its update the step."""
-        self._batch_ended = self._now()
-        if is_update:
-            self.step_s, self._step_ended = self._batch_ended - self._step_ended, self._batch_ended
-            self._passes_began = None  # of a step without an update
-
-    def skip(self) -> None:
-        """Leave out what came after the last micro-batch, such as a save or a validation."""
-        self._left_out_s += self._now() - self._batch_ended
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._left_out_s
+    def end_step(self) -> None:
+        """The step has ended with its update."""
+        if self._began is not None:
+            self.step_s, self._began = time.perf_counter() - self._began - self._waited_s, None
 
     def take_stall(self) -> float:
         """Return `stall_s`, and count anew."""
@@ -385,8 +378,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.lost.counts.add(stages_of(trainer))
         is_update = not private_lightning.is_accumulating(trainer)
-        self._times.end_batch(is_update=is_update)
         if is_update:
+            self._times.end_step()
             self.lost.counts.end_step(is_skipped=_strategy(trainer).update.is_skipped)
         if self._windows is not None:
             (self._windows.step.begin if is_update else self._windows.step.end_batch)()
@@ -402,11 +395,6 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             self._log(trainer, self.session)
         elif self.session is None or self.session.in_window or trainer.global_step - saved_at >= self._interval():
             self.save(trainer, pl_module)
-        self._times.skip()
-
-    @override
-    def on_validation_end(self, *_: Any) -> None:
-        self._times.skip()
 
     def _keeps_nothing(self, trainer: pl.Trainer) -> bool:
         """True if the state is not complete yet after a restore, or Lightning only runs a sanity check."""
