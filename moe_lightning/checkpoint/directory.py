@@ -231,7 +231,6 @@ def newest_of(root: Place, session: str | None = None, *, before: float = math.i
 _MARK = re.compile(r"\.world-(\d+)")
 _DAMAGE = re.compile(r"\.damaged-([\w-]+)-after-(\d+)")
 _LOCK = re.compile(r"\.lock(?:-(\d+))?")
-_CLOCKS_S = 10.0  # between the clocks of machines that work together
 
 
 class Superseded(CheckpointError):
@@ -275,17 +274,11 @@ def check_world(root: Place, world: int) -> None:
         Superseded: a newer world has left its mark.
     """
     newest = newest_world(root)
-    ahead_s = newest / 1000 - time.time()  # numbers are milliseconds since 1970 wherever clocks are right
-    if newest > world and ahead_s > _CLOCKS_S:
-        raise Superseded(
-            f"world {newest} in {root} began {ahead_s:,.0f} s from now by the clock of this machine: set the clock "
-            f"(under WSL by sudo hwclock -s), or if it is right delete {root / f'.world-{newest}'}, then give the same "
-            "command again"
-        )
     if newest > world:
         raise Superseded(
             f"world {world} may not write to {root} any more: world {newest} has begun to save there or has resumed "
-            "from there; what this one had not committed is void"
+            "from there; what this one had not committed is void; if there is no such run, a clock was ahead: delete "
+            f"{root / f'.world-{newest}'}, and give the same command again"
         )
 
 

@@ -249,7 +249,6 @@ class Expiring(MemoryFileSystem):
 
     protocol = "expiring"
     valid: ClassVar[str] = "first"
-    reason: ClassVar[str] = "The provided token has expired."
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
@@ -257,7 +256,7 @@ class Expiring(MemoryFileSystem):
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes:
         if self._credentials != self.valid or self.valid == "none":
-            raise PermissionError(self.reason)
+            raise PermissionError("The provided token has expired.")
         return b"data"
 
 
@@ -279,19 +278,9 @@ def test_credentials_that_were_renewed_are_read_again(
         assert expiring.read(place) == b"data"
 
 
-@pytest.mark.parametrize(
-    ("reason", "cure"),
-    [
-        ("The provided token has expired.", "give credentials"),
-        ("The difference between the request time and the current time is too large.", "set the clock of this machine"),
-    ],
-)
-def test_a_refusal_names_its_cure(
-    expiring: objects.FsspecStorage, monkeypatch: pytest.MonkeyPatch, reason: str, cure: str
-) -> None:
+def test_a_refusal_names_its_cure(expiring: objects.FsspecStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Expiring, "valid", "none")
-    monkeypatch.setattr(Expiring, "reason", reason)
-    with pytest.raises(PermissionError, match=cure):
+    with pytest.raises(PermissionError, match=r"access was refused \(The provided token has expired.\): give cred"):
         expiring.read(place_of("memory://bucket/refused"))
 
 
@@ -401,5 +390,5 @@ def test_mistakes_are_sentences(root: URL, faults: Faults, monkeypatch: pytest.M
     from tests.object_stores import forget_stores
 
     forget_stores()
-    with pytest.raises(PermissionError, match=r"access was refused .*: give credentials .*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(PermissionError, match=r"access was refused .*: give credentials in the ways of s3fs"):
         storage_of(root).put(root / "run.json", b"")

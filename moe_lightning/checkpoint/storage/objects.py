@@ -400,11 +400,7 @@ def _in_words(error: Exception, path: Place, scheme: str, *, is_put: bool) -> OS
     if isinstance(error, FileNotFoundError):
         sentence = "there is no such bucket: make it first, or correct the URL" if is_put else "there is no such object"
         return FileNotFoundError(errno.ENOENT, sentence, str(path))
-    if "time is too large" in reason:
-        sentence = f"access was refused ({reason}): set the clock of this machine"
-        return PermissionError(errno.EACCES, sentence, str(path))
     if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {reason}".lower():
         sentence = f"access was refused ({reason}): give credentials in the ways of {PACKAGES.get(scheme, 'fsspec')}"
-        example = ", such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if scheme == "s3" else ""
-        return PermissionError(errno.EACCES, sentence + example, str(path))
+        return PermissionError(errno.EACCES, sentence, str(path))
     return OSError(getattr(error, "errno", None) or errno.EIO, reason, str(path))
