@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import random
 import re
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import commit, files, session
-from moe_lightning.checkpoint.agent_handle import LOCK, AgentHandle, AgentStatus
+from moe_lightning.checkpoint.agent_handle import AgentHandle, AgentStatus
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.files import check_file, load_plain, load_trusted, read_file, write_file
 from moe_lightning.checkpoint.session import CheckpointSession, Opening
@@ -179,16 +178,6 @@ def test_a_checkpoint_of_step_0_is_committed_like_others() -> None:
     own: Any = SimpleNamespace(status=lambda: status, _opening=SimpleNamespace(session="1"))
     assert CheckpointSession._has_committed(own, 0)
     assert not CheckpointSession._has_committed(own, 1)
-
-
-def test_an_agent_that_serves_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One arena was deleted, but not the directory."""
-    handle = AgentHandle(tmp_path, tmp_path)
-    monkeypatch.setattr(handle, "_process", SimpleNamespace(poll=lambda: None))
-    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.time.sleep", lambda _: pytest.fail("it waits"))
-    with (tmp_path / LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        handle.wait_for_end()
 
 
 def test_an_agent_that_was_killed_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
