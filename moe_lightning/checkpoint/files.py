@@ -19,7 +19,7 @@ import re
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -415,7 +415,7 @@ class _Conversion:
             (self.plain(key, name), self.plain(item, f"{name}[{key!r}]" if name else str(key)))
             for key, item in value.items()
         ]
-        _require_distinct([key for key, _ in pairs], value, name, "keys")
+        _require_distinct([key for key, _ in pairs], name, "keys")
         copy = type(value)(dict(pairs))
         for key, item in getattr(value, "__dict__", {}).items():  # such as the versions in a module's state_dict
             setattr(copy, key, self.plain(item, f"{name}.{key}"))
@@ -424,7 +424,7 @@ class _Conversion:
     def _sequence(self, value: Any, name: str) -> Any:
         items = [self.plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
         if isinstance(value, set):
-            _require_distinct(items, value, name, "members")
+            _require_distinct(items, name, "members")
         return type(value)(items)
 
 
@@ -434,25 +434,20 @@ def _class_of(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.") + size
 
 
-def _require_distinct(plain: list[Any], values: Iterable[Any], name: str, what: str) -> None:
+def _require_distinct(plain: list[Any], name: str, what: str) -> None:
     """
     Raises:
         ConfigurationError: two keys of a mapping, or members of a set, become the same, or one becomes a container.
     """
-    seen: dict[Any, Any] = {}
-    for one, value in zip(plain, values, strict=True):
-        try:
-            other = seen.setdefault(one, value)
-        except TypeError:
-            raise ConfigurationError(
-                f"{name} has {value!r} among its {what}, which would be saved as {one!r} and could not be one: give "
-                "it another"
-            ) from None
-        if other is not value:
-            raise ConfigurationError(
-                f"{name} has {other!r} and {value!r} among its {what}, which would both be saved as {one!r}: keep one "
-                "kind there"
-            )
+    try:
+        are_distinct = len(set(plain)) == len(plain)
+    except TypeError:
+        are_distinct = False
+    if not are_distinct:
+        raise ConfigurationError(
+            f"{name} has {what} that would be saved as {plain}, which could not be its {what}: keep one kind of plain "
+            "values there"
+        )
 
 
 def _simplified(value: Any) -> Any:
