@@ -29,7 +29,7 @@ from moe_lightning.checkpoint.directory import RECORD, WorldMark, headings, newe
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
-from moe_lightning.checkpoint.schedule import AdaptiveConfiguration, Window
+from moe_lightning.checkpoint.schedule import Window
 from moe_lightning.checkpoint.session import CheckpointSession, LateCheckpoint, SavingPlace
 from moe_lightning.checkpoint.snapshotter import CopyWindows
 from moe_lightning.checkpoint.storage import absolute, place_of, shared_place, storage_of
@@ -91,27 +91,6 @@ class StepTimes:
         """Return `stall_s`, and count anew."""
         stall_s, self.stall_s = self.stall_s, 0.0
         return stall_s
-
-
-def adapted_line(
-    adapted: AdaptiveConfiguration,
-    settings: CheckpointSettings,
-    contents: SnapshotContents,
-    interval: int,
-    overlap_s: float,
-) -> str:
-    """Return one line about what measured times have chosen.
-
-    Args:
-        contents: with the numbers of experts that are in force.
-        interval: steps between checkpoints.
-        overlap_s: of the passes under which copies hide.
-    """
-    numbers = f"K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, " if contents.num_experts else ""
-    line = f"checkpoints from now on: {numbers}every {interval} steps (copies hide under {1e3 * overlap_s:.0f} ms)"
-    if settings.every_n_steps != "auto" or settings.failures_per_hour or not adapted.save_s:
-        return line
-    return f"{line}; each stalls training for {1e3 * adapted.save_s:.0f} ms: give failures_per_hour to save less often"
 
 
 class StateGrowth:
@@ -519,11 +498,13 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if not self._settings.adapts:
             return
         if session.adapt(overlap_s=self._times.overlap_s, step_s=self._times.step_s):
-            contents = session.contents
-            self.lost.choose_k(trainer, contents, interval=self._interval())
-            assert session.adapted is not None
-            interval, overlap_s = self._interval(), self._times.overlap_s
-            rank_zero_info(adapted_line(session.adapted, self._settings, contents, interval, overlap_s))
+            contents, adapted, interval = session.contents, session.adapted, self._interval()
+            assert adapted is not None
+            self.lost.choose_k(trainer, contents, interval=interval)
+            rank_zero_info(
+                f"checkpoints from now on: K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, every "
+                f"{interval} steps; each stalls training for {1e3 * adapted.save_s:.0f} ms"
+            )
             if self._settings.lossless and contents.num_experts:  # another session has room for windows of this length
                 self._settings = replace(self._settings, every_n_steps=interval, k_snapshot=contents.k_snapshot)
                 self._close(wait=False)

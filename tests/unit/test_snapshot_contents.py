@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from moe_lightning.callbacks.checkpoint import adapted_line
 from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
 from moe_lightning.checkpoint.schedule import AdaptiveConfiguration
@@ -208,13 +207,3 @@ def test_predicted_bytes_are_those_of_the_experts_that_are_written_now() -> None
     contents = Run(k_snapshot="auto").contents
     adapt(contents)
     assert contents.predicted_bytes == contents.rank_bytes(1) < contents.rank_bytes(3)
-
-
-def test_the_shortest_interval_is_told_where_copies_stall_and_no_faults_are_expected() -> None:
-    for failures_per_hour, overlap_s, says_so in ((0.0, 1.0, True), (0.0, 3.0, False), (1.0, 1.0, False)):
-        settings = CheckpointSettings(every_n_steps="auto", failures_per_hour=failures_per_hour)
-        contents = Run().contents
-        adapted = adapt(contents, overlap_s=overlap_s)
-        line = adapted_line(adapted, settings, contents, 5, overlap_s)
-        assert line.startswith("checkpoints from now on: K_snapshot=3, K_persist=3, every 5 steps")
-        assert ("stalls training for 2000 ms: give failures_per_hour" in line) == says_so
