@@ -245,26 +245,20 @@ class Ledger:
     Args:
         num_layers: L.
         num_experts: E.
-        planned_assignments: tokens times top-k of the whole planned training, per layer (int or int64 [L]): the
-            denominator of PLT.
+        planned_assignments: tokens times top-k of the whole planned training, per layer (int or int64 [L], positive):
+            the denominator of PLT.
 
     Attributes:
         processed, in_memory: int64 [L, E], tokens in the live state and in the newest snapshot.
         lost: int64 [L].
-
-    Raises:
-        ConfigurationError: planned_assignments is not positive.
     """
 
     def __init__(
         self, *, num_layers: NonNegativeInt, num_experts: NonNegativeInt, planned_assignments: int | IntArray
     ) -> None:
-        planned = np.array(np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,)))
-        if (planned < 1).any():
-            raise ConfigurationError(
-                f"planned_assignments={planned.min()} must be at least 1: tokens of the whole training times top-k"
-            )
-        self.planned_assignments = planned
+        self.planned_assignments = np.array(
+            np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,))
+        )
         self.processed: IntArray = np.zeros((num_layers, num_experts), dtype=np.int64)
         self.in_memory = self.processed.copy()
         self.lost: IntArray = np.zeros(num_layers, dtype=np.int64)
@@ -329,26 +323,17 @@ class DynamicKRule:
     """The number of experts to save per layer, as a state machine fed with the PLT of every fault.
 
     Args:
-        k0: experts per layer at the start.
+        k0: experts per layer at the start, in 1..E.
         num_experts: E; K never exceeds it.
         predicted_plt: PLT that one more fault at a given K may cost. `worst_case_plt` bound to the run's interval
             gives the guarantee that the total never exceeds the threshold under sequential selection; under the
             load-aware orders `before_checkpoint` gives it.
-        threshold: the budget of PLT for the whole training; MoC-System uses 0.0375, PEC 0.05.
-
-    Raises:
-        ConfigurationError: k0 is not in 1..E, or the threshold is not in (0, 1).
+        threshold: the budget of PLT for the whole training, between 0 and 1; MoC-System uses 0.0375, PEC 0.05.
     """
 
     def __init__(
         self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float], threshold: float = 0.0375
     ) -> None:
-        if not 1 <= k0 <= num_experts:
-            raise ConfigurationError(f"k0={k0} must lie between 1 and the number of experts, {num_experts}")
-        if not 0 < threshold < 1:
-            raise ConfigurationError(
-                f"threshold={threshold} is a share of all tokens: use a value between 0 and 1, such as 0.0375"
-            )
         self.k = k0
         self.level = 0
         self.spent_at_level = 0.0

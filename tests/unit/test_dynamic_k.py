@@ -17,7 +17,6 @@ from moe_lightning.checkpoint.selection import (
     parse_scopes,
     worst_case_plt,
 )
-from moe_lightning.errors import ConfigurationError
 from tests.parameters import slow
 
 
@@ -158,10 +157,3 @@ def test_a_longer_interval_after_a_resume_raises_k() -> None:
     longer = predictor(16, 200, 10_000)
     k = after.start(k0=2, num_experts=16, predicted_plt=longer).k
     assert longer(2) > 0.0375 >= longer(k)
-
-
-def test_wrong_input_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="k0=9"):
-        DynamicKRule(k0=9, num_experts=8, predicted_plt=lambda k: 0.0)
-    with pytest.raises(ConfigurationError, match="threshold=2"):
-        DynamicKRule(k0=1, num_experts=8, predicted_plt=lambda k: 0.0, threshold=2)

@@ -13,7 +13,6 @@ from benchmarks.paper_moc import expected_plt, expected_plt_two_level, staleness
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.policy import CheckpointLedger, Order, unseen_tokens
 from moe_lightning.checkpoint.selection import parse_scopes, worst_case_plt
-from moe_lightning.errors import ConfigurationError
 from tests.traces import recorded
 
 
@@ -114,11 +113,6 @@ def test_closed_form_of_two_levels() -> None:
     assert form == pytest.approx(4.5 * 5 / 1000)
     simulated = [uniform_loss(4, 1, 16, 16, 5, checkpoints, dead_share=0.5) for checkpoints in range(48, 64)]
     assert np.mean(simulated) == pytest.approx(form, rel=0.02)
-
-
-def test_plt_needs_a_plan() -> None:
-    with pytest.raises(ConfigurationError, match="planned_assignments=0"):
-        new_ledger(1, 1, planned=0)
 
 
 def mean_plt(trace: np.ndarray, order: Order) -> float:
