@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -206,11 +206,11 @@ _ASKED_FOR_LATER = ("ledger", "trainer")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The newest whole checkpoint, and what was wrong with the newer ones.
+    """A verified checkpoint, and what was wrong with it and with newer ones.
 
     Attributes:
         checkpoint: verified; None where there is none.
-        problems: one sentence per checkpoint that was passed over.
+        problems: one sentence for each damage that was repaired and each checkpoint that was passed over.
     """
 
     checkpoint: Checkpoint | None
@@ -390,15 +390,17 @@ def find_newest(root: Place, *, run: str | None = None) -> Found:
     return find_usable(root, run=run, damages_of=damages_of)
 
 
-def _saved_soundly(root: Place, report: Callable[[str], None]) -> list[Place]:
-    """Return the readable checkpoints, newest first, and report those that may hold damaged memory instead."""
-    damaged, sound = damaged_after(root), []
+def _saved_soundly(root: Place) -> tuple[list[Place], list[str]]:
+    """Return the readable checkpoints, newest first, without those that may hold damaged memory, and a sentence for
+    each of these.
+    """
+    damaged, sound, problems = damaged_after(root), [], []
     for path, manifest in headings(root):
         if is_sound(manifest.session, manifest.step, damaged):
             sound.append(path)
         else:
-            report(_unsound(path, damaged[manifest.session]))
-    return sound
+            problems.append(_unsound(path, damaged[manifest.session]))
+    return sound, problems
 
 
 def _unsound(path: Place, last_good: int) -> str:
@@ -409,51 +411,37 @@ DamagesOf = Callable[[Checkpoint], Sequence[DamagedFile]]
 """As `Checkpoint.damages`."""
 
 
-def find_usable(
-    root: Place,
-    *,
-    run: str | None = None,
-    report: Callable[[str], None] | None = None,
-    damages_of: DamagesOf = Checkpoint.damages,
-) -> Found:
+def find_usable(root: Place, *, run: str | None = None, damages_of: DamagesOf = Checkpoint.damages) -> Found:
     """The newest checkpoint that is whole or can be repaired, and no memory was damaged before it was saved.
 
     Args:
         root: a directory of checkpoints; it may be empty or missing.
         run: the run that they must belong to, if that matters.
-        report: called with each problem and its repair.
         damages_of: compares the files of a checkpoint with their checksums.
     """
     problems: list[str] = []
-
-    def note(*sentences: str, then: str = "") -> None:
-        problems.extend(sentences)
-        if report is not None:
-            for sentence in sentences:
-                report(f"{sentence}{then}")
-
     record_problem = run_record_problem(root)
     if record_problem is not None:
-        note(f"{record_problem}; the checkpoints beside it tell the run")
+        problems.append(f"{record_problem}; the checkpoints beside it tell the run")
     for path in unreadable(root):
         try:
             Checkpoint(path)
         except CheckpointError as error:
-            note(str(error))
-    readable = _saved_soundly(root, partial(note, then="; the one before it is tried"))
-    for path in readable:
+            problems.append(str(error))
+    sound, others = _saved_soundly(root)
+    problems += others
+    for path in sound:
         try:
-            checkpoint, sentences = _mend(Checkpoint(path, run=run), readable, damages_of)
+            checkpoint, sentences = _mend(Checkpoint(path, run=run), sound, damages_of)
         except CheckpointError as error:
-            note(str(error), then="; the checkpoint before it is tried")
+            problems.append(str(error))
         else:
-            note(*sentences)
-            return Found(checkpoint=checkpoint, problems=tuple(problems))
+            return Found(checkpoint=checkpoint, problems=(*problems, *sentences))
     return Found(checkpoint=None, problems=tuple(problems))
 
 
-def repaired(path: Place, *, report: Callable[[str], None], damages_of: DamagesOf = Checkpoint.damages) -> Checkpoint:
-    """One checkpoint, repaired from sound ones beside it where it is damaged; reports that it is not sound itself.
+def repaired(path: Place, *, damages_of: DamagesOf = Checkpoint.damages) -> Found:
+    """One checkpoint, repaired from sound ones beside it where it is damaged.
 
     Args:
         damages_of: as for `find_usable`.
@@ -463,15 +451,14 @@ def repaired(path: Place, *, report: Callable[[str], None], damages_of: DamagesO
     """
     named, since = Checkpoint(path), damaged_after(path.parent)
     session, step = named.manifest.session, named.manifest.step
+    problems: list[str] = []
     if not is_sound(session, step, since):
-        report(f"{_unsound(path, since[session])}: name an older one, or give {path.parent}")
+        problems.append(f"{_unsound(path, since[session])}: name an older one, or give {path.parent}")
     try:
-        checkpoint, sentences = _mend(named, _saved_soundly(path.parent, lambda _: None), damages_of)
+        checkpoint, sentences = _mend(named, _saved_soundly(path.parent)[0], damages_of)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {CURE_OF_DAMAGE}") from error
-    for sentence in sentences:
-        report(sentence)
-    return checkpoint
+    return Found(checkpoint=checkpoint, problems=(*problems, *sentences))
 
 
 def _mend(checkpoint: Checkpoint, paths: Sequence[Place], damages_of: DamagesOf) -> tuple[Checkpoint, list[str]]:

@@ -574,7 +574,10 @@ class RecoverySources:
         if run is None:
             return None
         self.enter()
-        return find_usable(self.root, run=run, report=self.report, damages_of=damages_of).checkpoint
+        found = find_usable(self.root, run=run, damages_of=damages_of)
+        for problem in found.problems:
+            self.report(problem)
+        return found.checkpoint
 
 
 def storage_inventory(checkpoint: Checkpoint) -> StorageInventory:

@@ -486,12 +486,12 @@ def _is_newest(path: Place) -> bool:
 
 
 def _newest_usable(path: Place, report: Callable[[str], None], damages_of: DamagesOf) -> Checkpoint:
-    if has_manifest(path):
-        return repaired(path, report=report, damages_of=damages_of)
     if isinstance(path, Path) and not path.exists():
         cure = "give the path of a .ckpt file or of a directory of checkpoints"
         raise MissingCheckpointError(f"the checkpoint {path} does not exist: {cure}")
-    found = find_usable(path, report=report, damages_of=damages_of)
+    found = repaired(path, damages_of=damages_of) if has_manifest(path) else find_usable(path, damages_of=damages_of)
+    for problem in found.problems:
+        report(problem)
     if found.checkpoint is None:
         reason = f"it has no {MANIFEST}" if storage_of(path).names(path) else "it is empty"
         if found.problems:
