@@ -161,12 +161,8 @@ class AgentHandle:
             logger.warning("%s: %s", deletion_of(self._arenas), how)
         elif not self.runs:
             if self._process is not None and (code := self._process.poll()):
-                how = (
-                    f"was killed by signal {-code}, perhaps for lack of memory"
-                    if code < 0
-                    else f"failed with code {code}"
-                )
-                logger.warning("the agent of %s %s: another one is started; see %s there", self._arenas, how, LOG)
+                message = "the agent of %s has failed (exit code %d): another one is started; see %s there"
+                logger.warning(message, self._arenas, code, LOG)
             self._process = start_agent(self._arenas, self._root, **self._options)
 
     @property

@@ -301,15 +301,8 @@ class TrainingState(State):
             CheckpointError: the checkpoint has no such optimizer, or its groups differ.
         """
         objects = self._objects_in(checkpoint)
-        for index, (optimizer, _) in enumerate(self.optimizers):
-            saved = objects[f"optimizer/{index}"]
-            if len(saved["param_groups"]) != len(optimizer.param_groups):
-                raise CheckpointError(
-                    f"{checkpoint.path.name} has {len(saved['param_groups'])} parameter groups in optimizer {index}, "
-                    f"this run has {len(optimizer.param_groups)}: use the configuration it was written with"
-                )
-            own = self.names_in_groups(index)
-            names = saved.get("names", own)
+        for index in range(len(self.optimizers)):
+            own, names = self.names_in_groups(index), objects[f"optimizer/{index}"]["names"]
             if (sizes := [*map(len, names)]) != (own_sizes := [*map(len, own)]):
                 raise CheckpointError(
                     f"{checkpoint.path.name} has parameter groups of {sizes} tensors in optimizer {index}, this run of "

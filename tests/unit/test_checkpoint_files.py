@@ -188,7 +188,7 @@ def test_an_agent_that_was_killed_is_replaced_with_a_warning(tmp_path: Path, cap
         handle._process.kill()
         handle._process.wait()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"the agent of {tmp_path} was killed by signal 9, perhaps for lack of memory" in caplog.text
+    assert f"the agent of {tmp_path} has failed (exit code -9): another one is started" in caplog.text
 
 
 def fit(folder: Path, steps: int, **options: Any) -> pl.Trainer:

@@ -137,8 +137,7 @@ class PosixStorage:
                 lock_exclusively(fd, timeout_s=_LOCK_S, message=message)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
-                    reason = f"{error.strerror}: start its service of locks, or name another directory"
-                    raise OSError(error.errno, reason, str(root / name)) from error
+                    raise OSError(error.errno, error.strerror, str(root / name)) from error
             yield
         finally:
             os.close(fd)
