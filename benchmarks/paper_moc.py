@@ -311,7 +311,7 @@ def lost_tokens(_: Sources) -> PaperTable:
         bars[f"Ks={k_snapshot}"] = {"PLT %": 100 * plt}
         rows.append(Row(what=f"PLT, K_snapshot {k_snapshot}, K_persist 1", printed=None, ours=100 * plt, unit="%"))
     printed_end = 4
-    state = DynamicKRule(k0=1, num_experts=_EXPERTS, predicted_plt=lambda _: 0.0)
+    state = DynamicKRule(k0=1, num_experts=_EXPERTS)
     constant = faults * expected_plt(num_experts=_EXPERTS, k=1, interval=interval, total_steps=steps)
     stairs: dict[int, int] = {}
     for _fault in range(faults):

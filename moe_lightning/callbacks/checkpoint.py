@@ -488,7 +488,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         )
         if restored is not None:
             self.lost.restore(restored)
-        self.lost.choose_k(trainer, contents, interval=self._interval())
+        self.lost.choose_k(trainer, contents)
         strategy.checkpoints.release()
         self._growth.begin(strategy.state)
 
@@ -500,7 +500,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if session.adapt(overlap_s=self._times.overlap_s, step_s=self._times.step_s):
             contents, adapted, interval = session.contents, session.adapted, self._interval()
             assert adapted is not None
-            self.lost.choose_k(trainer, contents, interval=interval)
+            self.lost.choose_k(trainer, contents)
             rank_zero_info(
                 f"checkpoints from now on: K_snapshot={contents.k_snapshot}, K_persist={contents.k_persist}, every "
                 f"{interval} steps; each stalls training for {1e3 * adapted.save_s:.0f} ms"

@@ -7,7 +7,7 @@ budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +22,7 @@ from moe_lightning.arrays import IntArray
 from moe_lightning.checkpoint.contents import SnapshotContents
 from moe_lightning.checkpoint.loader import CheckpointSource
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
-from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
+from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes
 from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
@@ -35,9 +35,8 @@ from moe_lightning.strategies.stages import StageMap
 class DynamicK(Callback):
     """Raises K_persist of PartialExpertsCheckpoint so that the proportion of lost tokens stays below a threshold.
 
-    It doubles K when the level's share of the budget is spent, or when one more fault could exceed the budget: the
-    total stays below
-    the threshold however the routing is skewed.
+    It doubles K when the level's share of the budget is spent, and before a checkpoint whose restore would exceed the
+    budget: the total stays below the threshold however the routing is skewed.
 
     Args:
         threshold: proportion of lost tokens (PLT) that the whole training may cost.
@@ -56,15 +55,12 @@ class DynamicK(Callback):
         self.rule: DynamicKRule | None = None
         self._saved: dict[str, Any] = {}
 
-    def start(self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float]) -> DynamicKRule:
+    def start(self, *, k0: int, num_experts: int) -> DynamicKRule:
         """Begin with K experts a layer, or go on from where this run is: what was spent stays spent however often its
         world or its interval changes. Returns `rule`.
-
-        Args:
-            predicted_plt: K -> PLT that one more fault may cost at most.
         """
         known = self.rule.state_dict() if self.rule is not None else self._saved
-        self.rule = DynamicKRule(k0=k0, num_experts=num_experts, predicted_plt=predicted_plt, threshold=self.threshold)
+        self.rule = DynamicKRule(k0=k0, num_experts=num_experts, threshold=self.threshold)
         if known:
             self.rule.load_state_dict(known)
         return self.rule
@@ -244,42 +240,31 @@ class LostTokens:
 
     # ------------------------------------------------------------------ the choice of K
 
-    def choose_k(self, trainer: pl.Trainer, contents: SnapshotContents, *, interval: int) -> None:
-        """Let DynamicK raise K for this interval, and after a restore that lost tokens; where none are lost, leave it.
-
-        Args:
-            interval: steps between checkpoints.
-        """
+    def choose_k(self, trainer: pl.Trainer, contents: SnapshotContents) -> None:
+        """Let DynamicK raise K after a restore that lost tokens; where none are lost, leave it."""
         dynamic = private_lightning.callback_of(trainer, DynamicK)
         if self.checkpoint_ledger is None or dynamic is None or self._settings.lossless:
             return
-        total_steps = planned_steps(trainer)
-
-        def predicted_plt(k: int) -> float:
-            if self._settings.order != "sequential":
-                return 0.0  # there is no bound: `bound_cost` looks at every checkpoint
-            copied = max(k, contents.k_snapshot)
-            return worst_case_plt(
-                num_experts=contents.num_experts, k=k, k_snapshot=copied, interval=interval, total_steps=total_steps
-            )
-
-        rule = dynamic.start(k0=contents.k_persist, num_experts=contents.num_experts, predicted_plt=predicted_plt)
+        rule = dynamic.start(k0=contents.k_persist, num_experts=contents.num_experts)
         lost, self._lost_plt = self._lost_plt, 0.0
         if lost:
             rule.after_fault(lost)
+        self._raise_k(rule, contents)
+
+    def bound_cost(self, trainer: pl.Trainer, contents: SnapshotContents) -> None:
+        """Let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
+        dynamic, ledger = private_lightning.callback_of(trainer, DynamicK), self.checkpoint_ledger
+        if ledger is not None and dynamic is not None and dynamic.rule is not None:
+            dynamic.rule.before_checkpoint(lambda k: ledger.cost(ledger.plan(max(k, contents.k_snapshot), k)))
+            self._raise_k(dynamic.rule, contents)
+
+    def _raise_k(self, rule: DynamicKRule, contents: SnapshotContents) -> None:
         if rule.k > contents.k_persist:
             rank_zero_warn(
                 f"DynamicK writes {rule.k} experts of each layer instead of {contents.k_persist}: with fewer, the next "
-                f"fault could bring the lost tokens above {100 * dynamic.threshold:.2f} percent"
+                f"fault could bring the lost tokens above {100 * rule.threshold:.2f} percent"
             )
         contents.raise_k(rule.k)
-
-    def bound_cost(self, trainer: pl.Trainer, contents: SnapshotContents) -> None:
-        """Under the load-aware orders: let DynamicK raise K until a restore of the next checkpoint keeps the budget."""
-        dynamic, ledger = private_lightning.callback_of(trainer, DynamicK), self.checkpoint_ledger
-        rule = None if dynamic is None else dynamic.rule
-        if ledger is not None and rule is not None and self._settings.order != "sequential":
-            contents.raise_k(rule.before_checkpoint(lambda k: ledger.cost(ledger.plan(max(k, contents.k_snapshot), k))))
 
 
 def planned_steps(trainer: pl.Trainer) -> int:

@@ -11,7 +11,7 @@ tokens processed after it are trained again and are not lost. Sources: PEC eq. 4
 Dynamic-K saves more experts as faults use up the budget of lost tokens: K starts small and doubles until all experts
 are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1): the loss per fault halves when K doubles, so
 every level lasts for about the same number of faults, and all levels together stay below the threshold. Because one
-fault can overshoot a limit that is checked only afterwards, K also doubles when one more fault at the present K might
+fault can overshoot a limit that is checked only afterwards, K also doubles before a checkpoint whose restore would
 break the threshold. Sources: PEC 3.2, MoC-System 5.3 (which print no limit per K).
 
 Shapes: L MoE layers, E experts a layer, K saved experts a layer. Counts are routed assignments actually processed
@@ -121,7 +121,7 @@ def sequential_selection(*, ordinal: int, k: int, num_layers: int, num_experts: 
 
 @lru_cache(maxsize=64)
 def window_slots(*, k: int, num_layers: int, num_experts: int, ep_size: int = 1) -> IntArray:
-    """int64 [L, E]: the ordinal of the first sequential checkpoint that saves each expert.
+    """int64 [L, E], not to be changed: the ordinal of the first sequential checkpoint that saves each expert.
 
     Where K divides E, experts with the same slot are saved together for ever, so their files die together.
     """
@@ -214,30 +214,6 @@ def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArra
     )
 
 
-@lru_cache(maxsize=1024)
-def longest_turn(*, num_experts: int, k_snapshot: int, k_persist: int) -> int:
-    """Return the largest age, in checkpoints, of an expert on storage under sequential selection.
-
-    Counted after a checkpoint of all experts:
-
-    ceil(E / K_persist) - 1 where K_persist divides K_snapshot and that divides E, up to twice as much elsewhere: an
-    expert that just missed its turn in a window waits until the window is back. Found by running the schedule until it
-    repeats; ALGORITHMS 3.6 gives the condition, the papers give none.
-    """
-    k_snapshot = min(k_snapshot, num_experts)
-    k_persist = min(k_persist, k_snapshot)
-    ages, start, oldest = np.zeros(num_experts, dtype=np.int64), 0, 0
-    seen = set()
-    while (state := (start, ages.tobytes())) not in seen:
-        seen.add(state)
-        window = (start + np.arange(k_snapshot)) % num_experts
-        ages += 1
-        ages[window[np.argsort(-ages[window], kind="stable")[:k_persist]]] = 0
-        oldest = max(oldest, int(ages.max()))
-        start = (start + k_snapshot) % num_experts
-    return oldest
-
-
 @validated
 class Ledger:
     """Counts tokens per (layer, expert) in the live state and in memory, and those that faults have lost.
@@ -302,22 +278,6 @@ class Ledger:
         return self.plt_of(self.lost)
 
 
-def worst_case_plt(
-    *, num_experts: int, k: int, interval: int, total_steps: int, k_snapshot: int | None = None
-) -> float:
-    """Bound on the PLT of a restore from storage under any routing and sequential selection: all tokens went to the
-    expert whose turn was longest ago.
-
-    The load-aware orders have no such bound: an expert that gets few tokens may never have a turn, and then many.
-
-    Args:
-        k: experts per layer written to storage.
-        k_snapshot: experts per layer copied to memory, of which those are; None: as many.
-    """
-    oldest = longest_turn(num_experts=num_experts, k_snapshot=k if k_snapshot is None else k_snapshot, k_persist=k)
-    return interval * oldest / total_steps
-
-
 @validated
 class DynamicKRule:
     """The number of experts to save per layer, as a state machine fed with the PLT of every fault.
@@ -325,64 +285,49 @@ class DynamicKRule:
     Args:
         k0: experts per layer at the start, in 1..E.
         num_experts: E; K never exceeds it.
-        predicted_plt: PLT that one more fault at a given K may cost. `worst_case_plt` bound to the run's interval
-            gives the guarantee that the total never exceeds the threshold under sequential selection; under the
-            load-aware orders `before_checkpoint` gives it.
         threshold: the budget of PLT for the whole training, between 0 and 1; MoC-System uses 0.0375, PEC 0.05.
+        looks_ahead: K also rises before a fault; False: as the papers print it.
     """
 
-    def __init__(
-        self, *, k0: int, num_experts: int, predicted_plt: Callable[[int], float], threshold: float = 0.0375
-    ) -> None:
+    def __init__(self, *, k0: int, num_experts: int, threshold: float = 0.0375, looks_ahead: bool = True) -> None:
         self.k = k0
         self.level = 0
         self.spent_at_level = 0.0
         self.total = 0.0
         self.num_experts = num_experts
-        self.threshold = threshold
-        self._predicted_plt = predicted_plt
-        self._raise_k()
+        self.threshold, self.looks_ahead = threshold, looks_ahead
 
     def after_fault(self, plt: float) -> int:
         """Account for the PLT that one recovery cost and return the K to use from now on."""
         self.spent_at_level += plt
         self.total += plt
-        return self._raise_k()
+        if self.spent_at_level >= self.threshold * 2.0 ** -(self.level + 1):
+            self._double()
+        return self.k
 
     def before_checkpoint(self, cost: Callable[[int], float]) -> int:
-        """The K to use for the next checkpoint, so that a restore of it keeps the budget: the guarantee where the
-        selection has no bound beforehand.
+        """The K to use for the next checkpoint, so that a restore of it keeps the budget.
 
         Args:
             cost: K -> PLT that a restore of that checkpoint would cost; 0 where all experts are saved.
         """
-        while self.k < self.num_experts and self.total + cost(self.k) > self.threshold:
-            self._double()
-        return self.k
-
-    def _raise_k(self) -> int:
-        while self.k < self.num_experts and self._exhausted():
+        while self.looks_ahead and self.k < self.num_experts and self.total + cost(self.k) > self.threshold:
             self._double()
         return self.k
 
     def _double(self) -> None:
-        self.k = min(2 * self.k, self.num_experts)
-        self.level += 1
-        self.spent_at_level = 0.0
-
-    def _exhausted(self) -> bool:
-        limit = self.threshold * 2.0 ** -(self.level + 1)
-        return self.spent_at_level >= limit or self.total + self._predicted_plt(self.k) > self.threshold
+        if self.k < self.num_experts:
+            self.k = min(2 * self.k, self.num_experts)
+            self.level += 1
+            self.spent_at_level = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """The level and what was spent, to be saved with the checkpoint."""
         return {"k": self.k, "level": self.level, "spent_at_level": self.spent_at_level, "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, with the larger K of the two; K is clamped if the model now has fewer experts, and
-        rises where a fault costs more than it did, such as after a longer interval."""
+        """Go on from a saved state, with the larger K of the two; K is clamped if the model now has fewer experts."""
         self.k = min(max(self.k, int(state["k"])), self.num_experts)
         self.level = int(state["level"])
         self.spent_at_level = float(state["spent_at_level"])
         self.total = float(state["total"])
-        self._raise_k()

@@ -30,7 +30,7 @@ from moe_lightning.checkpoint.recovery_plan import (
     SnapshotInventory,
     StorageInventory,
 )
-from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes, worst_case_plt
+from moe_lightning.checkpoint.selection import DynamicKRule, parse_scopes
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.mesh import Part, parts_of_ranks
@@ -257,7 +257,6 @@ class SavedState:
         num_layers: layers that are told apart, each standing for several of the model.
         planned_assignments: of one layer in the whole training, the denominator of PLT.
         interval_steps: between checkpoints.
-        planned_steps: of the whole training.
     """
 
     def __init__(
@@ -268,7 +267,6 @@ class SavedState:
         num_layers: int,
         planned_assignments: int,
         interval_steps: int,
-        planned_steps: int,
     ) -> None:
         experts = workload.num_experts
         self.shape = num_layers, experts
@@ -297,18 +295,12 @@ class SavedState:
         self._pending: deque[_Pending] = deque()
         self._dynamic: DynamicKRule | None = None
         if policy.plt_threshold is not None and self.partial:
-            ahead = interval_steps if policy.plt_lookahead else 0
-
-            def predicted(k: int) -> float:
-                copied = max(k, self.k_snapshot)
-                return worst_case_plt(
-                    num_experts=experts, k=k, k_snapshot=copied, interval=ahead, total_steps=planned_steps
-                )
-
             self._dynamic = DynamicKRule(
-                k0=self.k_persist, num_experts=experts, predicted_plt=predicted, threshold=policy.plt_threshold
+                k0=self.k_persist,
+                num_experts=experts,
+                threshold=policy.plt_threshold,
+                looks_ahead=policy.plt_lookahead,
             )
-            self._raise_k()
 
     @property
     def plt(self) -> float:
@@ -338,6 +330,9 @@ class SavedState:
         if any(entry.snapshot.mark.step == mark.step for entry in self._pending):
             return  # this very state is on its way
         copied = written = np.ones(self.shape, dtype=np.bool_)
+        if self._dynamic is not None and self.saves:
+            self._dynamic.before_checkpoint(lambda k: self._counts.cost(self._counts.plan(max(k, self.k_snapshot), k)))
+            self._raise_k()
         if self.partial:
             plan = self._counts.plan(*self.next_k())
             self._counts.begin(mark.step, plan)

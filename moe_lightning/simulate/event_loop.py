@@ -114,7 +114,6 @@ class _Run:
                 first,
                 faults_per_s=scenario.expected_faults_per_s,
             ),
-            planned_steps=planned_steps,
         )
         self._next: SimulatedWorld | None = None  # what is being formed until _ready_ns
         self._ready_ns = 0

@@ -535,9 +535,7 @@ EXPERTS = 8
 
 
 def _saved(chosen: Policy) -> SavedState:
-    return SavedState(
-        small_workload(), chosen, num_layers=1, planned_assignments=10**6, interval_steps=10, planned_steps=1000
-    )
+    return SavedState(small_workload(), chosen, num_layers=1, planned_assignments=10**6, interval_steps=10)
 
 
 def _level(chosen: Policy, failed: tuple[int, ...]) -> str:
