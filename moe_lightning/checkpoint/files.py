@@ -505,13 +505,8 @@ def advice_for(found: Mapping[str, str], *, is_elastic: bool = False) -> str:
         found: class of each object, by name.
         is_elastic: whether ranks may join the run, which read its checkpoints.
     """
-    begin = "hyper_parameters["
-    names = [name.removeprefix(begin).rstrip("]").strip("'") for name in found if name.startswith(begin)]
-    if names and len(names) == len(found):
-        what, cure = f"the hyper-parameters {names}", f"leave them out with save_hyperparameters(ignore={names})"
-    else:
-        what = "the values " + ", ".join(f"{name} ({kind})" for name, kind in found.items())
-        cure = "keep numbers, text, tensors, and lists and dictionaries of them there"
+    what = "the values " + ", ".join(f"{name} ({kind})" for name, kind in found.items())
+    cure = "keep plain values and tensors there, or leave hyper-parameters out with save_hyperparameters(ignore=...)"
     if is_elastic:
         return f"{what} hold objects, which a rank that joins an elastic run does not read: {cure}"
     return f"{what} hold objects, so the checkpoint is loaded with fit(..., weights_only=False) only: {cure}"
