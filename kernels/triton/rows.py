@@ -1,12 +1,12 @@
-"""Row movement, keyed dropout, parity and ordered sums with Triton; every sum runs inside one program in a fixed order.
+"""Row movement, keyed dropout and ordered sums with Triton; every sum runs inside one program in a fixed order.
+
+Parities are computed where snapshots lie, in host memory: a GPU has torch for them.
 
 Legend: T tokens, K choices, M rows, D model width, L elements.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_lightning.kernels import torch_kernels
 from moe_lightning.kernels.interface import Draw
-from moe_lightning.kernels.torch_kernels import words
+from moe_lightning.kernels.torch_kernels import xor as xor
 from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, row_tile
 
 
@@ -120,20 +120,6 @@ def spread(
 _BLOCK = 64 if INTERPRETED else 2048
 
 
-@triton.jit
-def _xor_kernel(a, b, c, d, out, length, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < length
-    parity = tl.load(a + place, mask=mask, other=0)
-    if COUNT > 1:
-        parity ^= tl.load(b + place, mask=mask, other=0)
-    if COUNT > 2:
-        parity ^= tl.load(c + place, mask=mask, other=0)
-    if COUNT > 3:
-        parity ^= tl.load(d + place, mask=mask, other=0)
-    tl.store(out + place, parity, mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_parts"])
 def _sum_kernel(parts, out, num_parts, length, stride_part, stride, stride_out, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -142,22 +128,6 @@ def _sum_kernel(parts, out, num_parts, length, stride_part, stride, stride_out, 
     for part in range(1, num_parts):
         total += tl.load(parts + part * stride_part + place * stride, mask=mask, other=0).to(tl.float32)
     tl.store(out + place * stride_out, total.to(out.dtype.element_ty), mask=mask)
-
-
-def xor(buffers: Sequence[Tensor], out: Tensor) -> None:
-    """out = XOR of equal-length uint8 buffers, four at a time; `out` may be one of them."""
-    for parts, result in words(buffers, out):
-        if any(part.data_ptr() == result.data_ptr() for part in parts[4:]):
-            parts = sorted(parts, key=lambda part: part.data_ptr() != result.data_ptr())  # read it before it is written
-        _xor(parts[:4], result)
-        for start in range(4, len(parts), 3):
-            _xor([result, *parts[start : start + 3]], result)
-
-
-def _xor(parts: Sequence[Tensor], out: Tensor) -> None:
-    a, b, c, d = [*parts, *[parts[0]] * (4 - len(parts))]
-    grid = (ceil_div(out.numel(), _BLOCK),)
-    launch(_xor_kernel, grid, out, a, b, c, d, out, out.numel(), COUNT=len(parts), BLOCK=_BLOCK)
 
 
 def sum_in_rank_order(parts_NL: Tensor, out_L: Tensor) -> None:

@@ -204,7 +204,6 @@ def test_every_kernel_compiles_and_fits(capability, compiler):
     for kind in ("gelu", "swiglu", "gelu_tanh", "swiglu_clamped"):
         activation.activation(rows, kind)
         activation.activation_grad(rows, rows, kind)
-    row_kernels.xor([torch.zeros(1024, dtype=torch.uint8)] * 4, torch.zeros(1024, dtype=torch.uint8))
     row_kernels.sum_in_rank_order(torch.zeros(4, 1024), torch.zeros(1024))
     table = torch.zeros(EXPERTS, 64, dtype=torch.int64)
     plan.plan_rows(table, table, 3, QuotaRounds(rounds=48, patience=12, slack=128, one=1 << 20))
