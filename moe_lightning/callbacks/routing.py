@@ -5,7 +5,6 @@ The recorder writes the format that forced routing, the simulator and the benchm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -26,7 +24,7 @@ from moe_lightning.config import PositiveInt, validated
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import replacing
 from moe_lightning.moe.forced_routing import read_routing_trace
-from moe_lightning.moe.layer import MoELayer, moe_layers
+from moe_lightning.moe.layer import moe_layers
 from moe_lightning.moe.randomness import SampleStream
 from moe_lightning.moe.replayed_routing import (
     Choices,
@@ -48,22 +46,17 @@ from moe_lightning.strategies.worlds import ExpertParallelCallback
 @validated
 class RoutingRecorder(Callback):
     """Writes an .npz with `counts` [samples, layers, ranks, experts], the assignments of every sampled step before any
-    drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. In a
-    pipeline it has the layers of all stages, and the ranks of one.
-
-    In an elastic run every rank keeps the samples in host memory, since any may be rank 0 after a fault: 4 bytes for
-    each of the counts.
-
-    A resumed run continues the file: samples after the step that it resumes from are dropped. After a recovery on
-    another number of ranks the file begins anew.
+    drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. A
+    resumed run continues the file: samples after the step that it resumes from are dropped.
 
     Args:
         path: of the file.
         every_n_steps: steps between two samples.
 
     Raises:
-        ConfigurationError: every_n_steps below 1; when training starts: manual optimization, layers with different
-            numbers of experts, or a resumed run whose file was recorded with other layers, ranks or experts.
+        ConfigurationError: every_n_steps below 1; when training starts: manual optimization, a pipeline, an elastic
+            run, layers with different numbers of experts, or a resumed run whose file was recorded with other layers,
+            ranks or experts.
     """
 
     def __init__(self, path: str, every_n_steps: PositiveInt = 10) -> None:
@@ -71,7 +64,6 @@ class RoutingRecorder(Callback):
         self._every = every_n_steps
         self._samples: dict[int, NDArray[np.integer[Any]]] = {}  # by iteration, ascending
         self._running: NDArray[np.int64] | None = None
-        self._is_recording = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,7 +72,12 @@ class RoutingRecorder(Callback):
                 "RoutingRecorder counts steps, whose batches manual optimization does not state: use automatic "
                 "optimization, or drop the callback"
             )
-        stages = stages_of(trainer)
+        stages, worlds = stages_of(trainer), getattr(trainer.strategy, "worlds", None)
+        if stages.num_stages > 1 or (worlds is not None and worlds.is_elastic):
+            raise ConfigurationError(
+                "RoutingRecorder writes one table, of ranks that stay and have all layers: use it without mesh.pp, and "
+                "with elastic.enabled=false"
+            )
         layers = stages.layers
         experts = {layer.num_experts for layer in layers}
         if len(experts) != 1:
@@ -88,14 +85,9 @@ class RoutingRecorder(Callback):
                 f"RoutingRecorder writes one table for all MoE layers, but they have {sorted(experts)} experts: "
                 "give them equally many"
             )
-        self._running = None
-        shape = (len(layers), stages.num_ranks, experts.pop())
-        if self._is_recording:
-            self._keep_samples(trainer.global_step, shape)
-            return
-        self._samples, self._is_recording = {}, True
+        self._running, self._samples = None, {}
         if trainer.global_step and self._path.is_file():
-            self._continue(trainer.global_step, shape)
+            self._continue(trainer.global_step, (len(layers), stages.num_ranks, experts.pop()))
 
     def _continue(self, step: int, shape: tuple[int, ...]) -> None:
         counts, iterations = read_routing_trace(self._path)
@@ -107,28 +99,17 @@ class RoutingRecorder(Callback):
         kept = iterations <= step
         self._samples = dict(zip(iterations[kept].tolist(), counts[kept], strict=True))
 
-    def _keep_samples(self, step: int, shape: tuple[int, ...]) -> None:
-        """Keep the samples up to a recovery, in which the loop begins again; none of another number of ranks."""
-        before = {iteration: sample for iteration, sample in self._samples.items() if iteration <= step}
-        self._samples = {iteration: sample for iteration, sample in before.items() if sample.shape == shape}
-        if len(self._samples) < len(before):
-            rank_zero_warn(f"{self._path} begins after step {step}: samples before it have another number of ranks")
-
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         is_last = not private_lightning.is_accumulating(trainer)
         begun = trainer.global_step - is_last  # steps that were done before this one
-        stages, worlds = stages_of(trainer), getattr(trainer.strategy, "worlds", None)
-        keeps = trainer.is_global_zero or (worlds is not None and worlds.is_elastic)
-        if begun % self._every or not (keeps or stages.num_stages > 1):
+        if begun % self._every or not trainer.is_global_zero:
             return
         layers = moe_layers(pl_module)
-        if any(layer.statistics is None for layer in layers):  # left to run by a fault, which has dropped them
-            self._running = None
+        tokens = [layer.statistics.tokens_NE for layer in layers if layer.statistics is not None]
+        if len(tokens) < len(layers):  # the step has not called all of them
             return
-        counts = _counts(layers, stages)
-        if not keeps:
-            return
+        counts = torch.stack(tokens).cpu().numpy()
         self._running = counts if self._running is None else self._running + counts
         if is_last:
             self._samples[begun + 1] = self._running.astype(np.uint32)
@@ -144,7 +125,6 @@ class RoutingRecorder(Callback):
 
     def _write(self, trainer: pl.Trainer) -> None:
         """Replace the file at once, so that a reader never sees half of it."""
-        self._is_recording = False
         if not trainer.is_global_zero or not self._samples:
             return
         counts, iterations = np.stack(list(self._samples.values())), np.array(list(self._samples), dtype=np.int32)
@@ -152,21 +132,6 @@ class RoutingRecorder(Callback):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._path) as staged, open(staged, "wb") as file:
             np.savez_compressed(file, counts=counts.astype(dtype), iteration=iterations)
-
-
-def _counts(layers: Sequence[MoELayer], stages: StageMap) -> NDArray[np.int64]:
-    """int64 [L, N, E] of the last micro-batch; collective in a pipeline.
-
-    Args:
-        layers: of this rank.
-        stages: all of whose layers are counted.
-    """
-    own = [layer.statistics.tokens_NE for layer in layers if layer.statistics is not None]
-    nothing = torch.zeros(0, stages.num_ranks, stages.layers[0].num_experts, dtype=torch.int64)
-    counts_LNE = stages.counts_of_all(torch.stack(own) if own else nothing)
-    assert counts_LNE is not None, "every step routes tokens"
-    counts: NDArray[np.int64] = counts_LNE.cpu().numpy()
-    return counts
 
 
 @validated

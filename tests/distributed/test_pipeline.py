@@ -33,13 +33,11 @@ from moe_lightning import (
 )
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.dense_blocks import CompileDense, RecomputeDense
-from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.data.loader import StepLoader
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.elastic.worker import PeerFailed
 from moe_lightning.errors import ConfigurationError
-from moe_lightning.moe.forced_routing import read_routing_trace
 from moe_lightning.moe.randomness import StreamDropout
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples, write_tokens
 from moe_lightning.parallel import exchange
@@ -278,10 +276,9 @@ DENSE_BLOCKS: dict[str, Any] = {"model": {"moe_every": 2, "dropout": 0.1}, "step
 
 
 def observed(rank: int, world_size: int, folder: Path, compiled: bool = False, **options: Any) -> dict[str, Any]:
-    """A training whose dense parts are computed again, or compiled, and whose routing is recorded in two ways."""
+    """A training whose dense parts are computed again, or compiled, and whose routing is recorded."""
     taken = CompileDense(backend="aot_eager") if compiled else RecomputeDense()
-    recorder = RoutingRecorder(str(folder / "counts.npz"), every_n_steps=2)
-    watching = [taken, recorder]
+    watching: list[Any] = [taken]
     if options.get("strategy", {}).get("schedule") != "interleaved":  # in which one rank has no MoE layer
         watching.append(RoutingReplay(str(folder / "tokens")))
     found = train(rank, world_size, callbacks=tuple(watching), **DENSE_BLOCKS, **options)
@@ -304,9 +301,6 @@ def test_callbacks_take_the_blocks_of_a_stage(
     strategy = {"mesh": {"pp": 2}, "micro_batches": MICROS, **strategy}
     found = run_pooled(ranks, partial(observed, folder=several, compiled=compiled, strategy=strategy))
     assert_same_training(alone, found)
-    expected, recorded = (read_routing_trace(folder / "counts.npz")[0] for folder in (one, several))
-    assert recorded.shape == (2, 2, ranks // 2, 6)  # samples, layers, ranks, experts
-    np.testing.assert_array_equal(recorded.sum(2), expected.sum(2))
     for step in range(3) if (several / "tokens").exists() else ():
         at = TokenRange(step=step, first_sample=0)
         ours, theirs = (read_samples(folder / "tokens", at, 12) for folder in (several, one))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -29,48 +27,9 @@ AUTOMATIC: Any = SimpleNamespace(automatic_optimization=True)
 
 def trainer_of(step: int, num_ranks: int) -> Any:
     layers = [SimpleNamespace(num_experts=4)]
-    stages = SimpleNamespace(layers=layers, num_ranks=num_ranks, own=list)
-    strategy = SimpleNamespace(state=SimpleNamespace(stages=stages), worlds=SimpleNamespace(is_elastic=True))
+    stages = SimpleNamespace(layers=layers, num_ranks=num_ranks, num_stages=1, own=list)
+    strategy = SimpleNamespace(state=SimpleNamespace(stages=stages), worlds=SimpleNamespace(is_elastic=False))
     return SimpleNamespace(global_step=step, strategy=strategy, is_global_zero=True)
-
-
-def test_a_recorder_keeps_its_samples_in_a_recovery(tmp_path: Path) -> None:
-    """But not the micro-batches of a step that is repeated."""
-    recorder, path = RoutingRecorder(str(tmp_path / "routing.npz"), every_n_steps=1), tmp_path / "routing.npz"
-    module = AUTOMATIC
-    recorder.on_train_start(trainer_of(0, 2), module)
-    recorder._samples = {step: np.full((1, 2, 4), step) for step in (1, 2, 3)}
-    recorder._running = np.full((1, 2, 4), 100)
-    recorder.on_train_start(trainer_of(2, 2), module)
-    assert recorder._running is None
-    recorder.on_train_end(trainer_of(2, 2), module)
-    with np.load(path) as archive:
-        assert archive["iteration"].tolist() == [1, 2]
-    recorder.on_train_start(trainer_of(2, 2), module)  # another training reads the file
-    with pytest.warns(UserWarning, match="another number of ranks"):
-        recorder.on_train_start(trainer_of(2, 1), module)
-    assert recorder._samples == {}
-
-
-def test_a_recorder_keeps_the_samples_of_a_rank_that_becomes_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)
-    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
-    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
-    recorder, path = RoutingRecorder(str(tmp_path / "r.npz"), every_n_steps=1), tmp_path / "r.npz"
-    module = AUTOMATIC
-    trainer = trainer_of(0, 2)
-    trainer.is_global_zero, trainer.strategy.state.stages.num_stages = False, 1
-    recorder.on_train_start(trainer, module)
-    for step in (1, 2, 3):
-        trainer.global_step = step
-        recorder.on_train_batch_end(trainer, module)
-    trainer.is_global_zero = True  # the first rank was lost
-    recorder.on_train_start(trainer, module)
-    recorder.on_train_end(trainer, module)
-    with np.load(path) as archive:
-        assert archive["iteration"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("every", "iterations"), [(1, [1, 2, 3]), (2, [1, 3])])
@@ -78,8 +37,8 @@ def test_a_sample_is_of_all_micro_batches_of_a_step(
     monkeypatch: pytest.MonkeyPatch, every: int, iterations: list[int]
 ) -> None:
     monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: batch % 4 < 3)
-    monkeypatch.setattr(routing, "moe_layers", lambda _: [])
-    monkeypatch.setattr(routing, "_counts", lambda *_: np.ones((1, 2, 4), dtype=np.int64))
+    layer = SimpleNamespace(statistics=SimpleNamespace(tokens_NE=torch.ones(2, 4, dtype=torch.int64)))
+    monkeypatch.setattr(routing, "moe_layers", lambda _: [layer])
     recorder, trainer = RoutingRecorder("r.npz", every_n_steps=every), trainer_of(0, 2)
     recorder.on_train_start(trainer, AUTOMATIC)
     for batch in range(12):
@@ -89,20 +48,15 @@ def test_a_sample_is_of_all_micro_batches_of_a_step(
     assert all((sample == 4).all() for sample in recorder._samples.values())
 
 
-def test_a_recorder_refuses_manual_optimization() -> None:
-    module: Any = SimpleNamespace(automatic_optimization=False)
+def test_what_a_recorder_does_not_record() -> None:
+    manual: Any = SimpleNamespace(automatic_optimization=False)
     with pytest.raises(ConfigurationError, match="RoutingRecorder counts steps, whose batches manual optimization"):
-        RoutingRecorder("r.npz").on_train_start(trainer_of(0, 2), module)
-
-
-def test_a_recorder_leaves_out_a_step_whose_counts_a_fault_has_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(private_lightning, "is_accumulating", lambda _: False)
-    recorder, trainer = RoutingRecorder(str(tmp_path / "routing.npz"), every_n_steps=1), trainer_of(1, 2)
-    recorder._running = np.ones((2, 2, 4), dtype=np.int64)
-    recorder.on_train_batch_end(trainer, MoELayer(8, 8, 4), None, None, 1)  # type: ignore[arg-type]
-    assert (recorder._running, recorder._samples) == (None, {})
+        RoutingRecorder("r.npz").on_train_start(trainer_of(0, 2), manual)
+    in_stages, elastic = trainer_of(0, 2), trainer_of(0, 2)
+    in_stages.strategy.state.stages.num_stages, elastic.strategy.worlds.is_elastic = 2, True
+    for trainer in (in_stages, elastic):
+        with pytest.raises(ConfigurationError, match=r"use it without mesh\.pp, and with elastic\.enabled=false"):
+            RoutingRecorder("r.npz").on_train_start(trainer, AUTOMATIC)
 
 
 def test_a_replay_follows_the_layers_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
