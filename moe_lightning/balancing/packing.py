@@ -19,60 +19,33 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import numpy as np
 
 from moe_lightning.arrays import IntArray, Pairs
 from moe_lightning.balancing.cluster import Cluster, affordable_replicas, allocate_replicas
-from moe_lightning.balancing.repair import protected
+from moe_lightning.balancing.repair import ReplicaTable, protected
 from moe_lightning.balancing.replica_placement import ONE_TOKEN
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import balanced_split
 
 
-class SlotTable:
-    """At most one replica of an expert on a rank, and at most `cluster.slots_per_rank` experts on each.
+class SlotTable(ReplicaTable):
+    """At most `cluster.slots_per_rank` experts on each rank.
 
     Args:
         load: int64 [E], tokens of each expert, each at least 1.
         cluster: ranks, nodes and slots.
-
-    Attributes:
-        holders: of each expert, the ranks that hold it.
-        on_nodes: of each expert, how many of a node's ranks hold it, for the nodes where any does.
-        free: of each rank, free slots.
     """
 
     def __init__(self, load: IntArray, cluster: Cluster) -> None:
-        self.holders: list[set[int]] = [set() for _ in load]
-        self.on_nodes: list[dict[int, int]] = [{} for _ in load]
-        self.free = [cluster.slots_per_rank] * cluster.num_ranks
+        super().__init__((len(load), cluster.num_ranks), cluster.node_of)
+        self._slots = cluster.slots_per_rank
         self._load: list[int] = load.tolist()
-        self._node_of = cluster.node_of
 
-    @property
-    def pairs(self) -> Pairs:
-        """Pairs of an expert and a rank that holds it."""
-        experts = np.repeat(np.arange(len(self.holders)), [len(ranks) for ranks in self.holders])
-        ranks = np.fromiter(chain.from_iterable(self.holders), dtype=np.int64, count=len(experts))
-        return Pairs.of_replicas(experts, ranks, (len(self.holders), len(self.free)))
-
-    def put(self, expert: int, rank: int) -> None:
-        """Add an expert to a rank with a free slot that lacks it."""
-        node, nodes = self._node_of[rank], self.on_nodes[expert]
-        self.holders[expert].add(rank)
-        nodes[node] = nodes.get(node, 0) + 1
-        self.free[rank] -= 1
-
-    def take(self, expert: int, rank: int) -> None:
-        """Undo `put`."""
-        node, nodes = self._node_of[rank], self.on_nodes[expert]
-        self.holders[expert].remove(rank)
-        nodes[node] -= 1
-        if not nodes[node]:
-            del nodes[node]
-        self.free[rank] += 1
+    def free(self, rank: int) -> int:
+        """Return the free slots of a rank."""
+        return self._slots - len(self.experts[rank])
 
     def protect(self, floor: int) -> None:
         """Give experts on fewer than `floor` nodes a replica in a free slot or instead of a surplus one, hottest first.
@@ -83,11 +56,11 @@ class SlotTable:
         short = [expert for expert, nodes in enumerate(self.on_nodes) if len(nodes) < floor]
         if not short:
             return
-        crowd = [0] * len(self.free)
+        crowd = [0] * len(self.experts)
         for expert, ranks in enumerate(self.holders):
             for rank in ranks:
                 crowd[rank] += self._share(expert)
-        idle = [(carried, rank) for rank, carried in enumerate(crowd) if self.free[rank]]
+        idle = [(carried, rank) for rank, carried in enumerate(crowd) if self.free(rank)]
         heapq.heapify(idle)  # ranks with a free slot; entries with another crowd are out of date
         for expert in sorted(short, key=lambda expert: (-self._load[expert], expert)):
             while len(self.on_nodes[expert]) < floor:
@@ -106,9 +79,9 @@ class SlotTable:
         found = None
         while idle and found is None:
             carried, rank = heapq.heappop(idle)
-            if carried == crowd[rank] and self.free[rank] and (carried, rank) not in passed[-1:]:
+            if carried == crowd[rank] and self.free(rank) and (carried, rank) not in passed[-1:]:
                 passed.append((carried, rank))
-                if self._node_of[rank] not in self.on_nodes[expert]:
+                if self.node_of[rank] not in self.on_nodes[expert]:
                     found = rank
         for entry in passed:
             heapq.heappush(idle, entry)
@@ -132,7 +105,7 @@ class SlotTable:
         for holder in self.holders[expert]:
             crowd[holder] += share
         for holder in touched:
-            if self.free[holder]:
+            if self.free(holder):
                 heapq.heappush(idle, (crowd[holder], holder))
 
     def _share(self, expert: int) -> int:
@@ -153,7 +126,7 @@ class SlotTable:
             expert = heapq.heappop(spare)[1]
             nodes = self.on_nodes[expert]
             for rank in sorted(self.holders[expert]):
-                node = self._node_of[rank]
+                node = self.node_of[rank]
                 if node not in avoided and (len(nodes) > floor or nodes[node] > 1):
                     return expert, rank
         return None
@@ -163,7 +136,8 @@ class SlotTable:
         books = enumerate(zip(self._load, self.holders, strict=True))
         need = [(-load / len(ranks), expert) for expert, (load, ranks) in books]
         heapq.heapify(need)
-        for rank, free in enumerate(self.free):
+        for rank in range(len(self.experts)):
+            free = self.free(rank)
             held = []
             while free and need:
                 most = heapq.heappop(need)

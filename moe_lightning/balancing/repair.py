@@ -28,6 +28,7 @@ from itertools import chain
 from typing import TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from moe_lightning.arrays import BoolArray, IntArray, Pairs
 from moe_lightning.balancing.cluster import Cluster, nodes_for_each
@@ -52,11 +53,54 @@ class _Claim:
     cause: _Claim | None
 
 
-class RepairTable:
-    """Replicas of one layer.
+class ReplicaTable:
+    """Replicas of one layer, at most one of an expert on a rank.
 
     Args:
-        held: the present replicas, one of an expert on a rank.
+        shape: experts and ranks.
+        node_of: node of each rank.
+
+    Attributes:
+        holders: of each expert, the ranks that hold it.
+        experts: of each rank, the experts that it holds.
+        on_nodes: of each expert, how many of a node's ranks hold it, for the nodes where any does.
+    """
+
+    def __init__(self, shape: tuple[int, int], node_of: Sequence[int]) -> None:
+        self._shape, self.node_of = shape, node_of
+        self.holders: list[set[int]] = [set() for _ in range(shape[0])]
+        self.experts: list[set[int]] = [set() for _ in range(shape[1])]
+        self.on_nodes: list[dict[int, int]] = [{} for _ in range(shape[0])]
+
+    @property
+    def pairs(self) -> Pairs:
+        """Pairs of an expert and a rank that holds it."""
+        experts = np.repeat(np.arange(len(self.holders)), [len(ranks) for ranks in self.holders])
+        ranks = np.fromiter(chain.from_iterable(self.holders), dtype=np.int64, count=len(experts))
+        return Pairs.of_replicas(experts, ranks, self._shape)
+
+    def put(self, expert: int, rank: int) -> None:
+        """Add an expert to a rank that lacks it."""
+        self.holders[expert].add(rank)
+        self.experts[rank].add(expert)
+        nodes, node = self.on_nodes[expert], self.node_of[rank]
+        nodes[node] = nodes.get(node, 0) + 1
+
+    def take(self, expert: int, rank: int) -> None:
+        """Undo `put`."""
+        self.holders[expert].remove(rank)
+        self.experts[rank].remove(expert)
+        nodes, node = self.on_nodes[expert], self.node_of[rank]
+        nodes[node] -= 1
+        if not nodes[node]:
+            del nodes[node]
+
+
+class RepairTable(ReplicaTable):
+    """Replicas of one layer that is repaired.
+
+    Args:
+        held: the present replicas.
         domains: node of each rank.
         floor: nodes that shall hold each expert; the slots must allow it.
         replicas: ranks that shall, at least `floor`.
@@ -64,95 +108,92 @@ class RepairTable:
     """
 
     def __init__(self, held: Pairs, domains: Sequence[int], *, floor: int, replicas: int, slots: int) -> None:
-        self._shape, self._domains, self._slots = held.shape, domains, slots
-        self._floor, self._replicas = floor, replicas
-        present = list(zip(held.experts.tolist(), held.ranks.tolist(), strict=True))
-        self._held = set(present)
-        self._on: list[set[int]] = [set() for _ in domains]
-        self._nodes: list[dict[int, int]] = [{} for _ in range(held.shape[0])]  # of each expert: replicas on each node
-        for expert, rank in present:
-            self._hold(expert, rank)
-        self._by_load = [(len(experts), rank) for rank, experts in enumerate(self._on)]
-        heapq.heapify(self._by_load)  # entries of other loads than the present ones are out of date
+        super().__init__(held.shape, domains)
+        self._slots, self._floor, self._replicas = slots, floor, replicas
+        self._by_load = [(0, rank) for rank in range(len(domains))]  # a heap; entries of other loads are out of date
+        self._held = set(zip(held.experts.tolist(), held.ranks.tolist(), strict=True))
+        for expert, rank in self._held:
+            self.put(expert, rank)
 
-    def pairs(self) -> Pairs:
-        """The replicas as they are now."""
-        ranks = np.repeat(np.arange(len(self._on)), [len(experts) for experts in self._on])
-        experts = np.fromiter(chain.from_iterable(self._on), dtype=np.int64, count=len(ranks))
-        return Pairs.of_replicas(experts, ranks, self._shape)
+    @override
+    def put(self, expert: int, rank: int) -> None:
+        super().put(expert, rank)
+        heapq.heappush(self._by_load, (len(self.experts[rank]), rank))
+
+    @override
+    def take(self, expert: int, rank: int) -> None:
+        super().take(expert, rank)
+        heapq.heappush(self._by_load, (len(self.experts[rank]), rank))
 
     def drop_surplus(self) -> None:
         """Ranks above their slots, the fullest first, drop replicas that enough others hold."""
-        for rank in sorted(range(len(self._on)), key=lambda rank: -len(self._on[rank])):
-            surplus = len(self._on[rank]) - self._slots
+        for rank in sorted(range(len(self.experts)), key=lambda rank: -len(self.experts[rank])):
+            surplus = len(self.experts[rank]) - self._slots
             if surplus <= 0:
                 return
-            for expert in sorted(self._on[rank], reverse=True):
+            for expert in sorted(self.experts[rank], reverse=True):
                 if surplus and self._is_spare(expert, rank):
-                    self._remove(expert, rank)
+                    self.take(expert, rank)
                     surplus -= 1
 
     def protect(self) -> None:
         """Bring every expert to `floor` nodes and `replicas` ranks, each time on the emptiest rank, and every rank down
         to its slots.
         """
-        for expert in sorted(range(len(self._nodes)), key=lambda expert: len(self._nodes[expert])):
-            while len(self._nodes[expert]) < self._floor or self._count(expert) < self._replicas:
+        for expert in sorted(range(len(self.on_nodes)), key=lambda expert: len(self.on_nodes[expert])):
+            while len(self.on_nodes[expert]) < self._floor or len(self.holders[expert]) < self._replicas:
                 rank = self._first_below(self._slots, partial(self._addable, expert))
                 if rank is not None:
-                    self._add(expert, rank)
+                    self.put(expert, rank)
                 else:
                     self._make_way([_Claim(expert=expert, leaves=-1, cause=None)])
-        for rank, experts in enumerate(self._on):
+        for rank, experts in enumerate(self.experts):
             while len(experts) > self._slots:
                 self._make_way([_Claim(expert=x, leaves=rank, cause=None) for x in sorted(experts, reverse=True)])
 
     def level(self) -> None:
         """Move replicas from full to empty ranks until they differ by at most one, where nodes allow."""
-        fullest = [(-len(experts), rank) for rank, experts in enumerate(self._on)]
+        fullest = [(-len(experts), rank) for rank, experts in enumerate(self.experts)]
         heapq.heapify(fullest)
         while fullest:
             load, source = heapq.heappop(fullest)
-            if -load != len(self._on[source]):
+            if -load != len(self.experts[source]):
                 continue
-            move = self._first_below(len(self._on[source]) - 1, partial(self._movable, source))
+            move = self._first_below(len(self.experts[source]) - 1, partial(self._movable, source))
             if move is not None:
                 expert, target = move
-                self._remove(expert, source)
-                self._add(expert, target)
+                self.take(expert, source)
+                self.put(expert, target)
                 for rank in (source, target):
-                    heapq.heappush(fullest, (-len(self._on[rank]), rank))
+                    heapq.heappush(fullest, (-len(self.experts[rank]), rank))
 
     # ------------------------------------------------------------------ what may be
 
-    def _count(self, expert: int) -> int:
-        return sum(self._nodes[expert].values())
-
     def _is_spare(self, expert: int, rank: int) -> bool:
         """Return True if a replica may be removed: enough nodes and ranks hold the expert without it."""
-        nodes = self._nodes[expert]
-        if nodes[self._domains[rank]] == 1 and len(nodes) <= self._floor:
+        nodes = self.on_nodes[expert]
+        if nodes[self.node_of[rank]] == 1 and len(nodes) <= self._floor:
             return False
-        return self._count(expert) - min(len(nodes), self._floor) > self._replicas - self._floor
+        return len(self.holders[expert]) - min(len(nodes), self._floor) > self._replicas - self._floor
 
     def _may_add(self, expert: int, rank: int) -> bool:
         """Return True if a new replica on a rank brings the expert nearer to its nodes, and then to its ranks."""
-        lacks_nodes = len(self._nodes[expert]) < self._floor
-        return self._domains[rank] not in self._nodes[expert] if lacks_nodes else expert not in self._on[rank]
+        lacks_nodes = len(self.on_nodes[expert]) < self._floor
+        return self.node_of[rank] not in self.on_nodes[expert] if lacks_nodes else expert not in self.experts[rank]
 
     def _addable(self, expert: int, rank: int) -> int | None:
         return rank if self._may_add(expert, rank) else None
 
     def _may_move(self, expert: int, source: int, target: int) -> bool:
         """Return True if a move costs no node that the expert needs."""
-        nodes = self._nodes[expert]
-        old, new = self._domains[source], self._domains[target]
+        nodes = self.on_nodes[expert]
+        old, new = self.node_of[source], self.node_of[target]
         moved = len(nodes) - (nodes[old] == 1) + (new not in nodes or (new == old and nodes[old] == 1))
         return moved >= min(self._floor, len(nodes))
 
     def _movable(self, source: int, target: int) -> tuple[int, int] | None:
         """(expert, target) of a replica that may move between two ranks."""
-        experts = sorted(self._on[source] - self._on[target], reverse=True)
+        experts = sorted(self.experts[source] - self.experts[target], reverse=True)
         return next(((x, target) for x in experts if self._may_move(x, source, target)), None)
 
     # ------------------------------------------------------------------ where to
@@ -163,7 +204,7 @@ class RepairTable:
         found: _Found | None = None
         while found is None and self._by_load and self._by_load[0][0] < limit:
             entry = heapq.heappop(self._by_load)
-            if entry[0] == len(self._on[entry[1]]) and entry not in walked[-1:]:
+            if entry[0] == len(self.experts[entry[1]]) and entry not in walked[-1:]:
                 walked.append(entry)
                 found = choose(entry[1])
         for entry in walked:
@@ -177,17 +218,17 @@ class RepairTable:
         left_node: set[tuple[int, bool]] = set()  # experts whose other nodes have been tried, from such a node
         while queue:
             claim = queue.popleft()
-            nodes, leaves = self._nodes[claim.expert], claim.leaves
-            way = claim.expert, leaves >= 0 and nodes[self._domains[leaves]] > 1
+            nodes, leaves = self.on_nodes[claim.expert], claim.leaves
+            way = claim.expert, leaves >= 0 and nodes[self.node_of[leaves]] > 1
             for rank in self._places(claim, asked, way not in left_node):
-                spare = [x for x in sorted(self._on[rank], reverse=True) if self._is_spare(x, rank)]
-                if len(self._on[rank]) < self._slots or spare:
-                    if len(self._on[rank]) >= self._slots:
-                        self._remove(spare[0], rank)
+                spare = [x for x in sorted(self.experts[rank], reverse=True) if self._is_spare(x, rank)]
+                if len(self.experts[rank]) < self._slots or spare:
+                    if len(self.experts[rank]) >= self._slots:
+                        self.take(spare[0], rank)
                     self._fill_claim(claim, rank)
                     return
                 asked.add(rank)
-                for x in sorted(self._on[rank]):
+                for x in sorted(self.experts[rank]):
                     follow = _Claim(expert=x, leaves=rank, cause=claim)
                     if (x, rank) in self._held:
                         queue.append(follow)
@@ -199,43 +240,24 @@ class RepairTable:
     def _places(self, claim: _Claim, asked: set[int], other_nodes: bool) -> list[int]:
         """Ranks that may take the replica and have not been asked, the emptiest first."""
         leaves = claim.leaves
-        home = self._domains[leaves] if leaves >= 0 else -1
+        home = self.node_of[leaves] if leaves >= 0 else -1
         ranks = [
             rank
-            for rank, node in enumerate(self._domains)
+            for rank, node in enumerate(self.node_of)
             if (node == home or other_nodes)
             and rank not in asked
-            and claim.expert not in self._on[rank]
+            and claim.expert not in self.experts[rank]
             and (self._may_move(claim.expert, leaves, rank) if leaves >= 0 else self._may_add(claim.expert, rank))
         ]
-        return sorted(ranks, key=lambda rank: len(self._on[rank]))
+        return sorted(ranks, key=lambda rank: len(self.experts[rank]))
 
     def _fill_claim(self, claim: _Claim | None, rank: int) -> None:
         """The replica moves to the rank, and into its place the one that claimed it, and so on."""
         while claim is not None:
             if claim.leaves >= 0:
-                self._remove(claim.expert, claim.leaves)
-            self._add(claim.expert, rank)
+                self.take(claim.expert, claim.leaves)
+            self.put(claim.expert, rank)
             rank, claim = claim.leaves, claim.cause
-
-    # ------------------------------------------------------------------ bookkeeping
-
-    def _hold(self, expert: int, rank: int) -> None:
-        self._on[rank].add(expert)
-        nodes, node = self._nodes[expert], self._domains[rank]
-        nodes[node] = nodes.get(node, 0) + 1
-
-    def _add(self, expert: int, rank: int) -> None:
-        self._hold(expert, rank)
-        heapq.heappush(self._by_load, (len(self._on[rank]), rank))
-
-    def _remove(self, expert: int, rank: int) -> None:
-        self._on[rank].remove(expert)
-        nodes, node = self._nodes[expert], self._domains[rank]
-        nodes[node] -= 1
-        if not nodes[node]:
-            del nodes[node]
-        heapq.heappush(self._by_load, (len(self._on[rank]), rank))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +359,7 @@ def protected(placement: Placement, cluster: Cluster, min_replicas: int) -> Plac
     floor = nodes_for_each(held.shape[0], node_slots=cluster.node_slots(), min_replicas=min_replicas)
     table = RepairTable(held, cluster.node_of, floor=floor, replicas=floor, slots=cluster.slots_per_rank)
     table.protect()
-    return Placement.of_pairs(table.pairs())
+    return Placement.of_pairs(table.pairs)
 
 
 def _residents(held: Pairs) -> IntArray:
@@ -360,7 +382,7 @@ def _repair(held: Pairs, domains: IntArray, floor: int, replicas: int, slots: in
     table.drop_surplus()
     table.protect()
     table.level()
-    return Placement.of_pairs(table.pairs())
+    return Placement.of_pairs(table.pairs)
 
 
 def _needs_no_repair(held: Pairs, domains: IntArray, floor: int, replicas: int, slots: int) -> bool:

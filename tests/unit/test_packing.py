@@ -70,16 +70,17 @@ def test_the_books_of_a_table_are_those_of_its_replicas(
     table = SlotTable(load, cluster)
     rng = np.random.default_rng(seed)
     for expert in range(len(load)):  # everybody once, the rest by chance
-        table.put(expert, int(rng.choice(np.flatnonzero(table.free))))
+        table.put(expert, int(rng.choice(np.flatnonzero([table.free(rank) for rank in range(cluster.num_ranks)]))))
     table.protect(floor)
     table.fill()
     held = table.pairs.table()
     assert [set(np.flatnonzero(row)) for row in held] == table.holders
-    assert table.free == (cluster.slots_per_rank - held.sum(axis=0)).tolist()
-    assert min(table.free) >= 0
+    assert [set(np.flatnonzero(column)) for column in held.T] == table.experts
+    free = cluster.slots_per_rank - held.sum(axis=0)
+    assert free.min() >= 0
     assert held.max() == 1
     assert cluster.missing_nodes(table.pairs, floor) == missing_nodes(held, cluster, floor)
-    assert ((np.array(table.free) == 0) | held.all(axis=0)).all(), "a slot is left though its rank lacks an expert"
+    assert ((free == 0) | held.all(axis=0)).all(), "a slot is left though its rank lacks an expert"
 
 
 def test_a_large_cluster_is_planned_between_two_steps() -> None:
