@@ -395,7 +395,7 @@ def steps_to_come(
     step_s = (known[-1][0] - known[0][0]) / 1e9 / (len(known) - 1)
     recorded = len(known) - 1 - _AHEAD - math.ceil(_AHEAD_S / step_s)
     affordable = max(1, _MOST_CALLS * len(known) // (size * len(calls)))
-    number = min(_MOST_STEPS, recorded, affordable, max(1, round(PERIOD_S / 2 / step_s)))
+    number = min(_MOST_STEPS, recorded, affordable, max(1, round(0.6 * PERIOD_S / step_s)))
     until_known = 1 + math.ceil(PERIOD_S / 5 / step_s)
     return (known[-1][1] + until_known, number, (until_known + number) * step_s) if number > 0 else None
 
