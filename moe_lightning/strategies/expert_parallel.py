@@ -689,8 +689,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 with its dense layers; None: all of it.
 
         Raises:
-            ConfigurationError: plans for other placements or several dispatch groups; raises as
-                `require_shadows_possible`, too.
+            ConfigurationError: plans for other placements or several dispatch groups, or experts in four bits.
         """
         self.require_shadows_possible()
         self.experts.start_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
@@ -698,13 +697,8 @@ class ExpertParallelStrategy(DDPStrategy):
     def require_shadows_possible(self) -> None:
         """
         Raises:
-            ConfigurationError: manual optimization, whose steps have no stated end, or experts in four bits.
+            ConfigurationError: experts in four bits.
         """
-        if not self.state.module.automatic_optimization:
-            raise ConfigurationError(
-                "shadows need automatic optimization, since a step of manual optimization may change weights at any "
-                "time: set the balancer's shadows to none"
-            )
         if any(layer.experts.in_4_bits for layer in self.experts.layers):
             raise ConfigurationError(
                 "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "

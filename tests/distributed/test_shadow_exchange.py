@@ -286,19 +286,11 @@ def test_shadows_take_no_part_in_evaluation() -> None:
     assert run_pooled(2, validate_in_a_step) == [0.0, 0.0]
 
 
-class ManualModule(OwnModule):
-    automatic_optimization = False
-
-
 def refusals(rank: int, world_size: int) -> list[str]:
     messages = []
-    for strategy, module, placement in (
-        ({}, ManualModule(), None),
-        ({"ep_size": 1}, OwnModule(), np.ones((6, world_size), dtype=np.int64)),
-        ({}, OwnModule(), np.ones((6, world_size), dtype=np.int64)),
-    ):
-        trainer = set_up(rank, world_size, strategy, module)
-        here = trainer.strategy.experts.placements[0] if placement is None else Placement(replicas=placement)  # type: ignore[attr-defined]
+    here = Placement(replicas=np.ones((6, world_size), dtype=np.int64))
+    for strategy in ({"ep_size": 1}, {}):
+        trainer = set_up(rank, world_size, strategy, OwnModule())
         plan = ShadowPlan(shadows=np.zeros(here.replicas.shape, dtype=np.bool_), homes=np.zeros(6, dtype=np.int64))
         plan.shadows[0, 1] = True
         with pytest.raises(ConfigurationError) as caught:
@@ -308,7 +300,6 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_shadows_that_cannot_be() -> None:
-    manual, groups, foreign = run_ranks(2, refusals)[0]
-    assert "shadows need automatic optimization" in manual
+    groups, foreign = run_ranks(2, refusals)[0]
     assert "plan again after a new placement" in groups or "shadows need one dispatch group" in groups
     assert "plan again after a new placement" in foreign
