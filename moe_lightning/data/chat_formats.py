@@ -329,13 +329,11 @@ class Encoded:
     """A conversation in tokens.
 
     Attributes:
-        conversation: as it was read.
         text: as it is written.
         tokens, places: see `Tokenizer.encode`.
         is_predicted: bool [count], True for tokens that cover any character of an answer.
     """
 
-    conversation: Conversation
     text: str
     tokens: NDArray[np.integer]
     places: NDArray[np.int64]
@@ -366,4 +364,4 @@ def encode(conversation: Conversation, written: ChatFormat, tokenizer: Tokenizer
     first, last = np.searchsorted(is_text, is_text[starts], side="right") - 1, np.searchsorted(is_text, is_text[ends])
     has_text = is_text[ends] > is_text[starts]
     starts, ends = np.where(has_text, first, starts), np.where(has_text, last, ends)
-    return Encoded(conversation, text, tokens, places, before[ends] > before[starts])
+    return Encoded(text, tokens, places, before[ends] > before[starts])
