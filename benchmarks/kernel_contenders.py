@@ -64,7 +64,7 @@ def ours(up_EDH: Tensor, down_EFD: Tensor) -> Contender:
     """The kernels of this project."""
 
     def forward(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        sort = ops.sort_by_expert(ids_TK, len(up_EDH), may_drop=False)
+        sort = ops.sort_by_expert(ids_TK, len(up_EDH), num_rows=ids_TK.numel())
         counts_E = sort.tokens_per_expert_E
         return ops.expert_mlp(x_TD, up_EDH, down_EFD, counts_E, "swiglu", sort=sort, weights_TK=weights_TK)
 

@@ -187,7 +187,7 @@ def _rows_table(device: torch.device, rounds: int, bandwidth: float) -> str:
         x_TD = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
         ids_TK = torch.rand(tokens, 64, device=device).topk(top_k, dim=1).indices
         weights_TK = torch.rand(tokens, top_k, device=device)
-        sort = ops.sort_by_expert(ids_TK, 64, may_drop=False)
+        sort = ops.sort_by_expert(ids_TK, 64, num_rows=ids_TK.numel())
         rows_MD = ops.permute(x_TD, sort.order_M, sort.inverse_TK)
         moved = (x_TD.numel() + rows_MD.numel()) * 2
         calls = {

@@ -21,7 +21,6 @@ from moe_lightning.kernels.operations import expert_mlp as expert_mlp
 from moe_lightning.kernels.operations import fill_blocks as fill_blocks
 from moe_lightning.kernels.operations import fuses_experts as fuses_experts
 from moe_lightning.kernels.operations import fuses_router as fuses_router
-from moe_lightning.kernels.operations import gather_rows as gather_rows
 from moe_lightning.kernels.operations import grouped_mm as grouped_mm
 from moe_lightning.kernels.operations import keyed_dropout as keyed_dropout
 from moe_lightning.kernels.operations import pack as pack

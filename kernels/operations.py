@@ -205,14 +205,9 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         raise ConfigurationError(f"{name} is on {tensor.device}, but the data is on {device}: move it there")
 
 
-def _check_order(order_M: Tensor, inverse_TK: Tensor, device: torch.device, *, may_pad: bool = False) -> None:
+def _check_order(order_M: Tensor, inverse_TK: Tensor, device: torch.device) -> None:
     _check("order", order_M, 1, device, _IDS)
     _check("inverse", inverse_TK, 2, device, _IDS)
-    if len(order_M) > inverse_TK.numel() and not may_pad:
-        raise ConfigurationError(
-            f"order lists {len(order_M)} rows, more than the {inverse_TK.numel()} assignments of inverse "
-            f"{list(inverse_TK.shape)}"
-        )
 
 
 def fuses_router(x_TD: Tensor, num_experts: int) -> bool:
@@ -362,16 +357,13 @@ def count_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
     return kernels.count(expert_ids_TK.contiguous(), num_experts)
 
 
-def sort_by_expert(
-    expert_ids_TK: Tensor, num_experts: int, *, may_drop: bool = True, num_rows: int | None = None
-) -> ExpertSort:
+def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, *, num_rows: int | None = None) -> ExpertSort:
     """Sort assignments by expert, stably: the rows of an expert keep the order of their tokens.
 
     Args:
         expert_ids_TK: int64 [T, K]; -1 marks a dropped assignment, which gets no row.
         num_experts: E.
-        may_drop: False promises that no id is -1; then nothing is read back from a GPU.
-        num_rows: how many ids are not -1, where the host knows it; then nothing is read back either.
+        num_rows: how many ids are not -1, where the host knows it; then nothing is read back from a GPU.
 
     Raises:
         ConfigurationError: wrong shape or dtype, or (checked on the CPU only) an id outside -1..E-1.
@@ -381,7 +373,7 @@ def sort_by_expert(
         raise ConfigurationError(f"num_experts={num_experts} must be at least 1")
     if expert_ids_TK.device.type == "cpu" and expert_ids_TK.numel():
         low, high = (int(bound) for bound in expert_ids_TK.aminmax())
-        lowest = -1 if may_drop else 0
+        lowest = 0 if num_rows == expert_ids_TK.numel() else -1
         if low < lowest or high >= num_experts:
             raise ConfigurationError(
                 f"expert ids reach from {low} to {high}, but must lie in {lowest}..{num_experts - 1}"
@@ -389,8 +381,6 @@ def sort_by_expert(
     impl = implementation(expert_ids_TK.device)
     if impl is None:
         return reference.sort_by_expert(expert_ids_TK, num_experts)
-    if not may_drop:
-        num_rows = expert_ids_TK.numel()
     return impl.routing.sort_by_expert(expert_ids_TK.contiguous(), num_experts, num_rows)
 
 
@@ -408,18 +398,18 @@ class _Permute(torch.autograd.Function):
         return ctx.kernels.combine(grads[0].contiguous(), inverse_TK, None), None, None, None
 
 
-def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor, *, may_pad: bool = False) -> Tensor:
+def permute(x_TD: Tensor, order_M: Tensor, inverse_TK: Tensor) -> Tensor:
     """Rows of tokens in expert-major order: [M, D] with row m = x[order[m] // K].
 
     The gradient of a token is the sum over its rows, accumulated in fp32 in the order of its choices.
 
     Args:
         x_TD: floats [T, D].
-        order_M, inverse_TK: from `sort_by_expert`, or any pair with inverse[order[m]] = m and -1 elsewhere.
-        may_pad: `order_M` is longer than all assignments and names any for the rows that `inverse_TK` does not.
+        order_M, inverse_TK: from `sort_by_expert`, or any pair with inverse[order[m]] = m and -1 elsewhere; for rows of
+            padding, which `inverse_TK` does not name, `order_M` has any assignment.
     """
     _check("x", x_TD, 2)
-    _check_order(order_M, inverse_TK, x_TD.device, may_pad=may_pad)
+    _check_order(order_M, inverse_TK, x_TD.device)
     if len(inverse_TK) != len(x_TD):
         raise ConfigurationError(f"inverse is made for {len(inverse_TK)} tokens, but x holds {len(x_TD)}")
     impl = implementation(x_TD.device, x_TD.dtype)
@@ -461,8 +451,6 @@ def unpermute(
     inverse_TK: Tensor,
     order_M: Tensor,
     weights_TK: Tensor | None = None,
-    *,
-    may_pad: bool = False,
 ) -> Tensor:
     """Weighted sum of the rows of each token: [T, D] with y[t] = sum over k of weights[t, k] * rows[inverse[t, k]].
 
@@ -471,12 +459,11 @@ def unpermute(
 
     Args:
         rows_MD: floats [M, D].
-        inverse_TK, order_M: from `sort_by_expert`.
+        inverse_TK, order_M: as for `permute`.
         weights_TK: floats [T, K], or None for a plain sum. The torch kernel rounds them to the dtype of the rows.
-        may_pad: as for `permute`.
     """
     _check("rows", rows_MD, 2)
-    _check_order(order_M, inverse_TK, rows_MD.device, may_pad=may_pad)
+    _check_order(order_M, inverse_TK, rows_MD.device)
     if len(order_M) != len(rows_MD):
         raise ConfigurationError(f"order lists {len(order_M)} rows, but there are {len(rows_MD)}")
     if weights_TK is not None:
@@ -505,39 +492,6 @@ def reorder_chunks(starts_C: Tensor, ends_C: Tensor, num_rows: int) -> tuple[Ten
     """
     kernels = (implementation(starts_C.device) or _TORCH).routing
     return kernels.chunk_order(starts_C, ends_C, num_rows)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, index_M: Tensor, inverse_M: Tensor, kernels: RowKernels) -> Tensor:
-        ctx.save_for_backward(inverse_M)
-        ctx.kernels = kernels
-        return kernels.gather(x_MD, index_M, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> _Grads:
-        _require_first_derivative()
-        (inverse_M,) = ctx.saved_tensors
-        return ctx.kernels.gather(grads[0].contiguous(), inverse_M, 1), None, None, None
-
-
-def gather_rows(x_MD: Tensor, index_M: Tensor, inverse_M: Tensor) -> Tensor:
-    """x[index] for a permutation of all rows; the gradient is the gather by the inverse.
-
-    Args:
-        x_MD: floats [M, D].
-        index_M: int64 [M], a permutation.
-        inverse_M: its inverse.
-    """
-    _check("x", x_MD, 2)
-    for name, index in (("index", index_M), ("inverse", inverse_M)):
-        _check(name, index, 1, x_MD.device, _IDS)
-        if len(index) != len(x_MD):
-            raise ConfigurationError(f"{name} lists {len(index)} rows, but x holds {len(x_MD)}")
-    impl = implementation(x_MD.device, x_MD.dtype)
-    if impl is None:
-        return reference.gather_rows(x_MD, index_M)
-    return _apply(_GatherRows, x_MD.contiguous(), index_M.contiguous(), inverse_M.contiguous(), impl.rows)
 
 
 class _GroupedMM(torch.autograd.Function):

@@ -64,11 +64,6 @@ def unpermute(rows_MD: Tensor, inverse_TK: Tensor, order_M: Tensor, weights_TK: 
     return torch.stack(sums).to(rows_MD.dtype)
 
 
-def gather_rows(x_MD: Tensor, index_M: Tensor) -> Tensor:
-    rows = [x_MD[i] for i in index_M.tolist()]
-    return torch.stack(rows) if rows else x_MD[:0]
-
-
 def grouped_mm(x_MD: Tensor, weight_SDF: Tensor, tokens_S: Sequence[int]) -> Tensor:
     compute = torch.promote_types(x_MD.dtype, torch.float32)
     pieces, start = [], 0

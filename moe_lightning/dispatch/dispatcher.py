@@ -315,13 +315,13 @@ class Dispatcher:
             return ops.unpermute(rows_MD, sent.handle.inverse_TK, sent.handle.order_M, weights_TK)
         return self._backend.combine(rows_MD, sent.handle, weights_TK)
 
-    def sorted_by_slot(self, expert_ids_TK: Tensor, *, may_drop: bool = True) -> ops.ExpertSort:
+    def sorted_by_slot(self, expert_ids_TK: Tensor, *, num_rows: int | None = None) -> ops.ExpertSort:
         """The assignments by slot, in a world of one rank.
 
         Args:
-            may_drop: False promises that no choice is -1; then nothing is read on the host.
+            num_rows: how many choices are not -1, where the host knows it; then nothing is read on the host.
         """
-        return ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts), may_drop=may_drop)
+        return ops.sort_by_expert(self._slots_of(expert_ids_TK), len(self.slot_experts), num_rows=num_rows)
 
     def _slots_of(self, expert_ids_TK: Tensor) -> Tensor:
         """The slot of each chosen expert, in a world of one rank; after a larger world slots are in any order."""

@@ -302,27 +302,25 @@ class ExchangeBackend:
             if not len(x_TD):  # a row that is routed nowhere: blocks are padded with existing rows
                 x_TD, expert_ids_TK = F.pad(x_TD, (0, 0, 0, 1)), F.pad(expert_ids_TK, (0, 0, 0, 1), value=-1)
             handle, tokens_C = _device_handle(expert_ids_TK, plan)
-        rows_MD = ops.permute(x_TD, handle.order_M, handle.inverse_TK, may_pad=isinstance(plan, DevicePlan))
+        rows_MD = ops.permute(x_TD, handle.order_M, handle.inverse_TK)
         self.rows_to_ranks, self._row_bytes = handle.send_rows, rows_MD.shape[-1] * rows_MD.element_size()
         spec = AllToAllSpec(
             send_splits=handle.send_rows, recv_splits=handle.recv_rows, plan=plan, overlap_fn=overlap_fn
         )
         rows_MD = self.exchange(rows_MD, spec)
-        return ops.gather_rows(rows_MD, handle.slot_order_M, handle.slot_inverse_M), tokens_C, handle
+        return ops.permute(rows_MD, handle.slot_order_M, handle.slot_inverse_M.unsqueeze(1)), tokens_C, handle
 
     def combine(self, rows_MD: Tensor, handle: DispatchHandle, weights_TK: Tensor) -> Tensor:
         """See `DispatchBackend`."""
-        rows_MD = ops.gather_rows(rows_MD, handle.slot_inverse_M, handle.slot_order_M)
+        rows_MD = ops.permute(rows_MD, handle.slot_inverse_M, handle.slot_order_M.unsqueeze(1))
         spec = AllToAllSpec(
             send_splits=handle.recv_rows, recv_splits=handle.send_rows, plan=handle.plan, is_return=True
         )
         rows_MD = self.exchange(rows_MD, spec)
-        if isinstance(handle.plan, DispatchPlan):
-            return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
         num_tokens = len(weights_TK)
-        weights_TK = weights_TK if num_tokens else F.pad(weights_TK, (0, 0, 0, 1))
-        out_TD = ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK, may_pad=True)
-        return out_TD if num_tokens else out_TD[:0]
+        if len(handle.inverse_TK) > num_tokens:  # the row that `dispatch` has added
+            weights_TK = F.pad(weights_TK, (0, 0, 0, 1))
+        return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)[:num_tokens]
 
     def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
         """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; differentiable."""
@@ -367,7 +365,7 @@ def _device_handle(expert_ids_TK: Tensor, plan: DevicePlan) -> tuple[DispatchHan
     """
     num_experts = len(plan.send_EN)
     behind_TK = expert_ids_TK.remainder(num_experts + 1)  # what is dropped, -1, sorts behind the last expert
-    by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, may_drop=False)
+    by_expert = ops.sort_by_expert(behind_TK, num_experts + 1, num_rows=behind_TK.numel())
     runs = ops.plan_runs(plan.send_EN, plan.recv_EN, plan.slots_C, plan.block)
     num_routed = runs.send_starts[num_experts]  # behind all that is sent lies what fills the first block
     order_M, inverse_A = ops.fill_blocks(by_expert.order_M, runs.send_starts, runs.send_ends, num_routed, plan.num_rows)

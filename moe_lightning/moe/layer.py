@@ -352,7 +352,8 @@ class MoELayer(nn.Module):
             routing = replace(routing, weights_TK=torch.ones_like(routing.weights_TK))
         if self.shadow_transfers is None and dispatcher.world.size == 1 and self.experts.takes_tokens(rows_TD):
             drops_none = dispatcher.plans_on_device and is_token_T is None and not self.router.stream.is_dummy_batch
-            sort = dispatcher.sorted_by_slot(routing.expert_ids_TK, may_drop=not drops_none)
+            num_rows = routing.expert_ids_TK.numel() if drops_none else None
+            sort = dispatcher.sorted_by_slot(routing.expert_ids_TK, num_rows=num_rows)
             out_TD: Tensor = self.experts(
                 rows_TD, sort.tokens_per_expert_E, stacks, sort=sort, weights_TK=routing.weights_TK
             )
