@@ -20,7 +20,7 @@ import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.cluster import Cluster
-from moe_lightning.balancing.migration import align_placements, held_states, migration_s, plan_migration
+from moe_lightning.balancing.migration import align_placements, held_states
 from moe_lightning.checkpoint.policy import CheckpointLedger
 from moe_lightning.checkpoint.recovery_plan import (
     HeldExpert,
@@ -412,9 +412,6 @@ class SavedState:
         self.k_snapshot = max(self.k_snapshot, self.k_persist)
 
 
-_MAX_PLANNED_CELLS = 1 << 21
-"""Layers x experts x ranks up to which migrations are planned in detail; above, the busiest receiver counts."""
-
 _MAX_ALIGNED_NODES = 64
 
 
@@ -540,18 +537,15 @@ class ClusterState:
         return found
 
     def migration(self, world: SimulatedWorld) -> tuple[float, int]:
-        """Seconds and states of what the world's ranks need and do not hold."""
+        """Seconds and states of what the world's ranks need and do not hold; the rank that receives most takes longest,
+        or those that send, which share evenly."""
         held = self._held[:, :, self._ranks(world.nodes)]
         lacking = held_states(world.placements) & ~held
         state_bytes = self._workload.expert_state_bytes
         bytes_per_s, latency_s = self._hardware.link_bytes_per_s, self._hardware.latency_s
-        if lacking.size <= _MAX_PLANNED_CELLS:
-            nodes = np.repeat(world.nodes, self._hardware.ranks_per_node).tolist()
-            transfers = plan_migration(held, world.placements, nodes)
-            seconds = self._scale * migration_s(transfers, state_bytes, bytes_per_s, latency_s)
-        else:
-            receives = int(lacking.sum(axis=(0, 1)).max())
-            seconds = self._scale * receives * state_bytes / bytes_per_s + latency_s
+        senders = max(1, int(held.any(axis=(0, 1)).sum()))
+        busiest = max(int(lacking.sum(axis=(0, 1)).max()), int(lacking.sum()) / senders)
+        seconds = self._scale * busiest * state_bytes / bytes_per_s + latency_s * (busiest > 0)
         if any(self._parts.get(rank) != part for rank, part in self._needed_parts(world).items()):
             dense = self._workload.dense_params / self._model.dense_cuts(self._model.ranks(len(world.nodes)))
             seconds += dense * self._workload.state_bytes / bytes_per_s
