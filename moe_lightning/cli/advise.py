@@ -239,8 +239,9 @@ def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
     workload, nodes = run.workload, machine.num_nodes
     routing = make_routing("zipf", num_experts=workload.num_experts, num_layers=workload.num_layers)
     ours = policy("ours", slots=run.slots)
-    plain = StepModel(workload, machine.hardware, ours, routing, nodes)  # the mesh is searched later
-    cost, period_s = plain.cost(nodes, 0, 0), 3600 * _MTBF_HOURS / nodes
+    own_mesh = replace(run.mesh, micro_batches=None)  # what of it the user has left open is searched later
+    cost = StepModel(workload, machine.hardware, ours, routing, nodes, own_mesh).cost(nodes, 0, 0)
+    period_s = 3600 * _MTBF_HOURS / nodes
     duration_s = max(_LEAST_S, min(_FAILURES * period_s, _MOST_STEPS * cost.step_s))
     scenario = Scenario(
         workload=workload,

@@ -221,10 +221,10 @@ def recipe_text(advice: Advice, config: Mapping[str, Any], path: Path) -> str:
 
 
 def _mesh_of_recipe(mesh: MeshSpec) -> dict[str, Any]:
-    """The arguments of the strategy that lay the model over the ranks; none where data parallelism alone does."""
+    """The arguments of the strategy that lay the model over the ranks."""
     axes = {"pp": mesh.pp, "cp": mesh.cp, "tp": mesh.tp}
     chosen = {"dense": mesh.dense, "shard_size": mesh.shard_size, "mesh": axes if mesh.unit > 1 else None}
-    return {} if mesh.is_plain else {key: value for key, value in chosen.items() if value}
+    return {key: value for key, value in chosen.items() if value}
 
 
 CONFIG_NAME = "simulate"
@@ -339,12 +339,11 @@ def _simulate(config: Mapping[str, Any]) -> int:
         raise ConfigurationError("mesh.search=true is for moe-sim recommend: say that, or give the axes of the mesh")
     scenarios = {name: scenario_of(config, name) for name in dict.fromkeys(names)}
     reports = {name: simulate(scenario) for name, scenario in scenarios.items()}
-    first, mesh = reports[names[0]], mesh_table(scenarios[names[0]])
+    first = reports[names[0]]
     print(f"{names[0]} on {config['nodes']} nodes for {config['hours']} h, {len(first.recoveries)} recoveries")
     print(overview(scenarios[names[0]], first, config["failures"]))
     print(first.table())
-    if mesh is not None:
-        print(mesh)
+    print(mesh_table(scenarios[names[0]]))
     if config["world_sizes"]:
         print(world_changes(scenarios[names[0]], config["world_sizes"]))
     if len(reports) > 1:

@@ -69,11 +69,6 @@ class MeshSpec:
         """Ranks of one data slice: worlds are multiples of it."""
         return self.pp * self.cp * self.tp
 
-    @property
-    def is_plain(self) -> bool:
-        """Data and expert parallelism alone, dense parameters on every rank."""
-        return self.micro_batches in (None, 1) and self == MeshSpec(micro_batches=self.micro_batches)
-
     def shape(self, num_ranks: int) -> MeshShape:
         """The axes over so many ranks.
 

@@ -186,15 +186,12 @@ def _micro_batches(samples: float, pp: int) -> list[int]:
     return sorted({*powers, whole})
 
 
-def mesh_table(scenario: Scenario) -> str | None:
-    """Return the mesh of a scenario's first world in figures, as lines of text; None where there is only data and
-    expert parallelism.
+def mesh_table(scenario: Scenario) -> str:
+    """Return the mesh of a scenario's first world in figures, as lines of text.
 
     They say how the experts of a layer lie over the ranks of a stage, the parts of a step, and the memory of a rank.
     """
     mesh = scenario.mesh
-    if mesh.is_plain:
-        return None
     model = model_of(scenario)
     nodes = model.usable_nodes(scenario.num_nodes)
     ranks = model.ranks(nodes)

@@ -113,8 +113,7 @@ class StepModel:
             )
         self.workload, self.hardware, self.policy, self.routing = workload, hardware, policy, routing
         self.mesh, self.num_nodes = mesh or MeshSpec(), num_nodes
-        if not self.mesh.is_plain:
-            _check_mesh(self.mesh, workload, hardware, num_nodes)
+        _check_mesh(self.mesh, workload, hardware, num_nodes)
         ranks = num_nodes * hardware.ranks_per_node // self.mesh.pp
         experts = workload.num_experts
         if policy.layout == "groups":

@@ -67,8 +67,6 @@ def test_a_mesh_of_ones_is_data_parallelism_exactly(overlap: float) -> None:
     ones = _cost(MeshSpec(pp=1, cp=1, tp=1, dense="ddp"), hardware=hardware)
     assert ones == _cost(None, hardware=hardware) == _cost(MeshSpec(micro_batches=1), hardware=hardware)
     assert (ones.bubble_s, ones.axes_s.passes_s) == (0.0, 0.0)
-    assert MeshSpec(micro_batches=1).is_plain
-    assert not MeshSpec(micro_batches=2).is_plain
     assert ones.overlap_s == overlap * (ones.dense_s + ones.experts_s + ones.exchange_s + ones.copies_s)
 
 
