@@ -52,7 +52,6 @@ _LEAST_S, _MOST_STEPS, _FAILURES = 60.0, 30_000, 3
 """Length of a simulation: so many failures, or steps where these are short."""
 _FOLDER = "outputs/advice/recipes"
 _MATRIX = 512
-_NOTHING = 5e-4  # of the goodput
 _DENSE_UTILIZATION, _EXPERT_UTILIZATION, _STEP_S = 0.2, 0.4, 0.03
 """On a CPU: share of the rate of a plain product in dense layers and in experts, and the fixed cost of a step."""
 
@@ -319,8 +318,6 @@ def _reason(advice: Advice, name: str, otherwise: str) -> str:
         return otherwise
     change = choice.report.goodput / report.goodput - 1
     lost = f", {choice.report.plt:.2%} of the tokens lost" if choice.report.plt > report.plt else ""
-    if abs(change) < _NOTHING and not lost:
-        return f"{otherwise}; {choice.instead} is as good"
     return f"{otherwise}; {choice.instead}: {change:+.1%} goodput{lost}"
 
 
