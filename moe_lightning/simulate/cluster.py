@@ -536,9 +536,9 @@ class ClusterState:
             found += align_placements(own, planned[layers.start : layers.stop], cluster)
         return found
 
-    def migration(self, world: SimulatedWorld) -> tuple[float, int]:
-        """Seconds and states of what the world's ranks need and do not hold; the rank that receives most takes longest,
-        or those that send, which share evenly."""
+    def migration_s(self, world: SimulatedWorld) -> float:
+        """Seconds in which the world's ranks get what they need and do not hold: those of the rank that receives most,
+        or of those that send, which share evenly."""
         held = self._held[:, :, self._ranks(world.nodes)]
         lacking = held_states(world.placements) & ~held
         state_bytes = self._workload.expert_state_bytes
@@ -549,31 +549,31 @@ class ClusterState:
         if any(self._parts.get(rank) != part for rank, part in self._needed_parts(world).items()):
             dense = self._workload.dense_params / self._model.dense_cuts(self._model.ranks(len(world.nodes)))
             seconds += dense * self._workload.state_bytes / bytes_per_s
-        return seconds, round(self._scale * int(lacking.sum()))
+        return seconds
 
     def _needed_parts(self, world: SimulatedWorld) -> dict[int, Part]:
         """Return the part of the dense state of each rank of the cluster that trains in a world."""
         parts = parts_of_ranks(self._model.mesh, self._model.ranks(len(world.nodes)), self._hardware.ranks_per_node)
         return dict(zip(self._ranks(world.nodes), parts, strict=False))  # the last ranks may wait
 
-    def forming_s(self, world: SimulatedWorld, source: str) -> tuple[float, int]:
-        """Seconds until the world trains with state from a source, and the states that move for it."""
+    def forming_s(self, world: SimulatedWorld, source: str) -> float:
+        """Seconds until the world trains with state from a source."""
         policy, hardware = self._policy, self._hardware
         if source == "start":
-            return 0.0, 0
+            return 0.0
         if source in ("live replicas", "join") and policy.live_recovery:
-            moving_s, moved = self.migration(world)
-            return (policy.detect_s if source != "join" else 0.0) + policy.regroup_s + moving_s, moved
+            detect_s = policy.detect_s if source != "join" else 0.0
+            return detect_s + policy.regroup_s + self.migration_s(world)
         ranks, experts = self._model.ranks(len(world.nodes)), self._workload.num_experts
         save = save_cost(self._workload, hardware, policy, ranks, experts, experts)
         if source == "join":
-            return save.snapshot_s + save.persist_s + policy.restart_s + save.load_s, 0
+            return save.snapshot_s + save.persist_s + policy.restart_s + save.load_s
         if source == "protected memory":
             fetched_s = save.snapshot_bytes / hardware.host_copy_bytes_per_s
             dense_bytes = self._workload.dense_params * self._workload.state_bytes
             fetched_s += dense_bytes / self._model.dense_cuts(ranks) / hardware.link_bytes_per_s
-            return policy.detect_s + policy.restart_s + fetched_s, 0
-        return policy.detect_s + policy.restart_s + save.load_s, 0
+            return policy.detect_s + policy.restart_s + fetched_s
+        return policy.detect_s + policy.restart_s + save.load_s
 
     def _ranks(self, nodes: Sequence[int]) -> list[int]:
         size = self._hardware.ranks_per_node

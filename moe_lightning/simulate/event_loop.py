@@ -286,7 +286,7 @@ class _Run:
         if sample == self._active.sample:
             return
         following = self.worlds.plan(self._active.nodes, sample)
-        moving_s, _ = self.worlds.migration(following)
+        moving_s = self.worlds.migration_s(following)
         self.world = following
         self.worlds.hold(following)
         self._set_cost()
@@ -368,7 +368,7 @@ class _Run:
             self._stand_still()
             return
         self._next = self.worlds.plan(nodes, self.scenario.routing.sample(self.accounts.step))
-        seconds, moved = self.worlds.forming_s(self._next, source)
+        seconds = self.worlds.forming_s(self._next, source)
         self.world = None
         self._ready_ns = self.now_ns + round(seconds * NS)
         if source != "start":
@@ -378,7 +378,6 @@ class _Run:
                     source=source,
                     seconds=seconds,
                     lost_steps=lost_steps,
-                    moved_states=moved,
                     nodes=len(nodes),
                 )
             )

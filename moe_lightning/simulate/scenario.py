@@ -83,7 +83,6 @@ class Recovery:
     source: str
     seconds: float
     lost_steps: int
-    moved_states: int
     nodes: int
 
 
