@@ -20,7 +20,7 @@ from moe_lightning.cli.composition import (
     with_quotes,
 )
 from moe_lightning.cli.overrides import refuse_option
-from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, fits, require, shown
+from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
@@ -77,7 +77,12 @@ def scenario_of(config: Mapping[str, Any], name: str) -> Scenario:
     Raises:
         ConfigurationError: a part that cannot be.
     """
-    workload = _workload(config)
+    workload, hardware = _workload(config), _hardware(config)
+    if config["nodes"] * hardware.ranks_per_node > _MOST_RANKS:
+        raise ConfigurationError(
+            f"nodes={config['nodes']} with hardware.ranks_per_node={hardware.ranks_per_node} are more than "
+            f"{_MOST_RANKS:g} ranks: lower one of them"
+        )
     failures = build_config(Failures, config["failures"], key="failures")
     routing = config["routing"]
     duration_s = 3600.0 * config["hours"]
@@ -85,7 +90,7 @@ def scenario_of(config: Mapping[str, Any], name: str) -> Scenario:
     shared = {"slots": changes["slots"]}  # the memory of a rank is the same whatever the policy
     return Scenario(
         workload=workload,
-        hardware=_hardware(config),
+        hardware=hardware,
         policy=policy(name, **changes) if name == config["policy"]["name"] else policy(name, key="compare", **shared),
         routing=make_routing(
             routing["kind"],
@@ -250,7 +255,6 @@ _TYPES: dict[str, Any] = {
 _GROUPS = ("hardware", "mesh", "policy", "routing", "failures", "model")
 
 _MOST_RANKS = 1e5
-_MOST_FAILURES = 1e6
 
 
 def run(arguments: list[str]) -> int:
@@ -291,34 +295,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
         *groups, name = key.split(".")
         value = config[groups[0]][name] if groups else config[name]
         require(value, hint, key)
-    _check_extent(config)
     return config
-
-
-def _check_extent(config: Mapping[str, Any]) -> None:
-    """Refuse what would take days to simulate, or more memory than there is.
-
-    Raises:
-        ConfigurationError: too many ranks, or too many failures.
-    """
-    ranks_per_node = config["hardware"]["ranks_per_node"]
-    if fits(ranks_per_node, PositiveInt) and config["nodes"] * ranks_per_node > _MOST_RANKS:
-        raise ConfigurationError(
-            f"nodes={config['nodes']} with hardware.ranks_per_node={ranks_per_node} are more than {_MOST_RANKS:g} "
-            "ranks: lower one of them"
-        )
-    failures = config["failures"]
-    key, amount = {
-        "periodic": ("period_s", 3600.0 * config["hours"]),
-        "exponential": ("node_mtbf_hours", config["nodes"] * config["hours"]),
-        "weibull": ("node_mtbf_hours", config["nodes"] * config["hours"]),
-    }.get(str(failures["kind"]), ("", 0.0))
-    value = failures.get(key)
-    if fits(value, Annotated[float, Interval(gt=0)]) and amount / value > _MOST_FAILURES:
-        raise ConfigurationError(
-            f"failures.{key}={shown(value)} makes about {amount / value:.3g} failures, more than {_MOST_FAILURES:g}, "
-            f"which would take days to simulate: raise it, or lower nodes={config['nodes']} or hours={config['hours']}"
-        )
 
 
 def _check_recipe(overrides: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
 
 _MILLISECONDS = re.compile(r"\s*[0-9]{1,15}\s*")
-_LONGEST_LINE = 100
+_MOST_FAILURES = 1e6
 
 NS = 1_000_000_000
 FailureKind = Literal["none", "exponential", "weibull", "periodic", "trace"]
@@ -76,7 +76,7 @@ class Failures:
         """Changes of a cluster of `num_nodes`, the first at time 0 with the nodes that are there; ascending in time.
 
         Raises:
-            ConfigurationError: a trace that is missing, unsorted or impossible.
+            ConfigurationError: a trace that is missing, unsorted or impossible, or failures that are too many.
         """
         end_ns = round(duration_s * NS)
         if self.kind == "trace":
@@ -86,12 +86,23 @@ class Failures:
         start = Event(time_ns=0, joined=tuple(range(num_nodes)))
         if self.kind == "none":
             return [start]
+        self._check_number(num_nodes, duration_s)
         rng = np.random.default_rng(seed)
         if self.kind == "periodic":
             period_ns = round(self.period_s * NS)
             strikes = ((time_ns, None) for time_ns in range(period_ns, end_ns, period_ns))
             return [start, *self._strikes(num_nodes, strikes, end_ns, rng)]
         return [start, *self._drawn(num_nodes, end_ns, rng)]
+
+    def _check_number(self, num_nodes: int, duration_s: float) -> None:
+        name, number = "node_mtbf_hours", num_nodes * duration_s / 3600 / self.node_mtbf_hours
+        if self.kind == "periodic":
+            name, number = "period_s", duration_s / self.period_s
+        if number > _MOST_FAILURES:
+            raise ConfigurationError(
+                f"failures.{name}={getattr(self, name)} makes about {number:.3g} failures, more than "
+                f"{_MOST_FAILURES:g}, which would take days to simulate: raise it, or lower nodes or hours"
+            )
 
     def _drawn(self, num_nodes: int, end_ns: int, rng: np.random.Generator) -> Iterator[Event]:
         shape = self.shape if self.kind == "weibull" else 1.0
@@ -180,9 +191,7 @@ def read_trace(path: Path, start_ms: int = 0) -> list[Event]:
 
 def _parsed(row: Sequence[str], where: str) -> tuple[int, str, str]:
     if len(row) != 3 or not _MILLISECONDS.fullmatch(row[0]) or row[1] not in ("add", "remove") or not _is_name(row[2]):
-        line = ",".join(row)
-        cut = line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}..."
-        raise ConfigurationError(f"{where}: {cut!r} is not milliseconds,add|remove,node: mend the trace")
+        raise ConfigurationError(f"{where}: {shown(','.join(row))} is not milliseconds,add|remove,node: mend the trace")
     return int(row[0]), row[1], row[2].strip()
 
 
