@@ -150,7 +150,7 @@ class LostTokens:
     @property
     def plt(self) -> float:
         """Proportion of lost tokens so far (MoC eq. 7)."""
-        return self.checkpoint_ledger.ledger.plt if self.checkpoint_ledger is not None else 0.0
+        return self.checkpoint_ledger.plt if self.checkpoint_ledger is not None else 0.0
 
     @property
     def has_begun(self) -> bool:
@@ -178,7 +178,7 @@ class LostTokens:
             self.checkpoint_ledger, self.counts, self._lost_plt = None, TokenCounts(), 0.0
         recorded = None if self._received is None else self._received["processed"]
         if self.checkpoint_ledger is not None:
-            recorded = self.checkpoint_ledger.ledger.processed
+            recorded = self.checkpoint_ledger.processed
         self.counts.enter_world(recorded, stages, world)
 
     def begin(self, trainer: pl.Trainer, state: TrainingState, steps: int) -> None:
@@ -209,7 +209,7 @@ class LostTokens:
     def record(self) -> None:
         """Enter the counts of whole steps into the ledger, if there is one."""
         if self.counts.total is not None and self.checkpoint_ledger is not None:
-            self.checkpoint_ledger.ledger.record(self.counts.total.cpu().numpy())
+            self.checkpoint_ledger.record(self.counts.total.cpu().numpy())
             self.counts.total = None
 
     def reassign(self, owners: IntArray) -> None:
@@ -225,7 +225,7 @@ class LostTokens:
         lost = self.checkpoint_ledger.restore(saved, restored.first_step, restored.expert_versions())
         if lost.any():
             self._warn(f"{int((lost > 0).sum())} experts were restored from older versions", lost)
-        self._lost_plt += self.checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+        self._lost_plt += self.checkpoint_ledger.plt_of(lost.sum(axis=1))
 
     def lose(self, versions: Mapping[tuple[int, int], int]) -> None:
         """Account for experts of the live state that came back older, given by (layer, expert)."""
@@ -233,7 +233,7 @@ class LostTokens:
         if self.checkpoint_ledger is not None:
             lost = self.checkpoint_ledger.lose(versions)
             self._warn(f"{len(versions)} experts came back older", lost)
-            self._lost_plt += self.checkpoint_ledger.ledger.plt_of(lost.sum(axis=1))
+            self._lost_plt += self.checkpoint_ledger.plt_of(lost.sum(axis=1))
 
     def _warn(self, event: str, lost: IntArray) -> None:
         rank_zero_warn(f"{event}: {int(lost.sum())} assignments lost, PLT {100 * self.plt:.3f} percent so far")

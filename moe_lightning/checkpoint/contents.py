@@ -122,7 +122,7 @@ class SnapshotContents:
         plan = checkpoint_ledger.plan(self.k_snapshot, self.k_persist, full=whole or is_window)
         checkpoint_ledger.begin(step, plan)
         self.was_partial = self.k_persist < self.num_experts and not whole
-        extra: dict[str, Any] = {"plt": checkpoint_ledger.ledger.plt, "num_experts": self.num_experts}
+        extra: dict[str, Any] = {"plt": checkpoint_ledger.plt, "num_experts": self.num_experts}
         if window is None:
             fresh, persist = plan.fresh(pieces), plan.persisted(pieces)
             return ChosenPieces(pieces=pieces, groups=plan.groups(pieces), fresh=fresh, persist=persist, extra=extra)

@@ -2,9 +2,12 @@
 
 Every rank computes the same plan alone: from the ordinal of the checkpoint, or from counters that are equal
 everywhere. The result is the input of `Snapshotter.start`: keys to copy, keys meant for storage, and the file of each.
-The ledger records tokens, versions and turns of experts.
 
-Sources: PEC 3.1-3.2, MoC-System 3 and 5.1.
+The ledger counts the routed tokens behind each expert's state: live, and newest copy in host memory; and it records the
+versions and turns of experts. Unsaved tokens are differences, so a token can be lost only once (PLT). A checkpoint
+records these numbers as of its step; tokens processed after it are trained again and are not lost.
+
+Sources: PEC 3.1-3.2 and eq. 4, MoC-System 3, eq. 7 and 5.1.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.checkpoint.schedule import ReplayWindow, plan_window
 from moe_lightning.checkpoint.selection import (
     SCOPES,
-    Ledger,
     Selection,
     full_selection,
     load_aware_global_selection,
@@ -143,21 +145,23 @@ that losses are never reported too low."""
 
 @validated
 class CheckpointLedger:
-    """Ledger of one run's counts and commits, equal on every rank.
+    """Ledger of one run: tokens by (layer, expert), those that faults have lost, and checkpoints; equal on every rank.
 
     Turns follow from the snapshots taken, which are equal on every rank. Only agents see which snapshots become
     checkpoints; each one they commit holds everything that was due by then (`Piece.due`), so turns do not depend on it.
 
     Args:
         num_layers, num_experts: L and E.
-        planned_assignments: tokens times top-k of the whole planned training, per layer.
+        planned_assignments: tokens times top-k of the whole planned training, per layer (int or int64 [L], positive):
+            the denominator of PLT.
         owners: int64 [L, E], the rank that writes each expert.
         num_ranks: of the world.
         scopes: state kinds that may stay behind.
         order: which experts are next.
 
     Attributes:
-        ledger: tokens in the live state and in memory.
+        processed, in_memory: int64 [L, E], tokens in the live state and in the newest snapshot.
+        lost: int64 [L].
     """
 
     def __init__(
@@ -171,14 +175,31 @@ class CheckpointLedger:
         scopes: frozenset[str],
         order: Order = "sequential",
     ) -> None:
-        self.ledger = Ledger(num_layers=num_layers, num_experts=num_experts, planned_assignments=planned_assignments)
         self._shape = (num_layers, num_experts)
+        self._planned = np.array(np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,)))
+        self.processed: IntArray = np.zeros(self._shape, dtype=np.int64)
+        self.in_memory = self.processed.copy()
+        self.lost: IntArray = np.zeros(num_layers, dtype=np.int64)
         self._owners, self._num_ranks = owners, num_ranks
         self._scopes, self._order = scopes, order
         self._ordinal = 0
         self._persisted_version = np.full(self._shape, -1, dtype=np.int64)
         self._persisted_processed = np.zeros(self._shape, dtype=np.int64)
         self._history: dict[int, IntArray] = {}
+
+    def record(self, counts: IntArray) -> None:
+        """Add processed assignments, int64 [L, E], summed over all ranks."""
+        self.processed += counts
+
+    def plt_of(self, lost_per_layer: IntArray) -> float:
+        """The PLT that losing int64 [L] tokens amounts to, by MoC-System's definition: the mean over layers of lost /
+        planned."""
+        return float((lost_per_layer / self._planned).mean())
+
+    @property
+    def plt(self) -> float:
+        """Proportion of lost tokens so far, as MoC-System defines it (eq. 7)."""
+        return self.plt_of(self.lost)
 
     def reassign(self, owners: IntArray) -> None:
         """Experts moved: other ranks write them from now on."""
@@ -197,9 +218,8 @@ class CheckpointLedger:
                 snapshot = sequential_selection(ordinal=self._ordinal, k=k, ep_size=ep_size, **shape)
             else:
                 select = load_aware_selection if self._order == "load_aware" else load_aware_global_selection
-                snapshot = select(
-                    self.ledger.unsaved(), k=k, owners=self._owners, num_ranks=int(self._owners.max()) + 1
-                )
+                unsaved = self.processed - self.in_memory
+                snapshot = select(unsaved, k=k, owners=self._owners, num_ranks=int(self._owners.max()) + 1)
             persist = persist_selection(snapshot, k=k_persist, persisted_version=self._persisted_version)
         if self._order == "sequential":
             slots = window_slots(k=k_persist, ep_size=ep_size, **shape)
@@ -209,21 +229,21 @@ class CheckpointLedger:
 
     def window(self, first: int, k: int) -> ReplayWindow:
         """A lossless window that begins after a step; popularity is the tokens since the snapshot before."""
-        return plan_window(first, self.ledger.unsaved(), k)
+        return plan_window(first, self.processed - self.in_memory, k)
 
     def cost(self, plan: CheckpointPlan) -> float:
         """The PLT that a restore of the checkpoint of this plan, taken now, would cost."""
-        written = np.where(plan.persist.mask(), self.ledger.processed, self._persisted_processed)
-        lost: IntArray = np.maximum(self.ledger.processed - written, 0).sum(axis=1)
-        return self.ledger.plt_of(lost)
+        written = np.where(plan.persist.mask(), self.processed, self._persisted_processed)
+        lost: IntArray = np.maximum(self.processed - written, 0).sum(axis=1)
+        return self.plt_of(lost)
 
     def begin(self, step: int, plan: CheckpointPlan) -> None:
         """A checkpoint of the state after `step` is under way."""
         written = plan.persist.mask()
-        self.ledger.take_snapshot(plan.snapshot.mask())
+        self.in_memory = np.where(plan.snapshot.mask(), self.processed, self.in_memory)
         self._persisted_version = np.where(written, step, self._persisted_version)
-        self._persisted_processed = np.where(written, self.ledger.processed, self._persisted_processed)
-        self._history[step] = self.ledger.processed.copy()
+        self._persisted_processed = np.where(written, self.processed, self._persisted_processed)
+        self._history[step] = self.processed.copy()
         for old in sorted(self._history)[:-_HISTORY]:
             del self._history[old]
         self._ordinal += 1
@@ -231,16 +251,16 @@ class CheckpointLedger:
     @property
     def largest_state_bytes(self) -> int:
         """Return an upper bound of the bytes of `state_dict` in a checkpoint."""
-        return (4 + _HISTORY) * (self.ledger.processed.nbytes + 64) + (16 << 10)
+        return (4 + _HISTORY) * (self.processed.nbytes + 64) + (16 << 10)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as tensors and plain values, for a checkpoint and for a process that joins the run."""
         steps = sorted(self._history)
         tables = {
-            "planned": self.ledger.planned_assignments,
-            "processed": self.ledger.processed,
-            "in_memory": self.ledger.in_memory,
-            "lost": self.ledger.lost,
+            "planned": self._planned,
+            "processed": self.processed,
+            "in_memory": self.in_memory,
+            "lost": self.lost,
             "persisted_version": self._persisted_version,
             "persisted_processed": self._persisted_processed,
             "history": np.array([self._history[s] for s in steps], dtype=np.int64).reshape(-1, *self._shape),
@@ -250,9 +270,9 @@ class CheckpointLedger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another process is."""
-        self.ledger.planned_assignments = _table(state["planned"])
-        self.ledger.processed, self.ledger.in_memory = _table(state["processed"]), _table(state["in_memory"])
-        self.ledger.lost = _table(state["lost"])
+        self._planned = _table(state["planned"])
+        self.processed, self.in_memory = _table(state["processed"]), _table(state["in_memory"])
+        self.lost = _table(state["lost"])
         self._ordinal, self._history = int(state["ordinal"]), _history_of(state)
         self._persisted_version = _table(state["persisted_version"])
         self._persisted_processed = _table(state["persisted_processed"])
@@ -273,7 +293,7 @@ class CheckpointLedger:
         is_older[tuple(zip(*versions, strict=True))] = True
         remembered: list[tuple[IntArray | int, IntArray]] = [(self._persisted_version, self._persisted_processed)]
         remembered += self._history.items()
-        return self.ledger.lose(np.where(is_older, _seen_by(table, remembered), self.ledger.processed))
+        return self._lose(np.where(is_older, _seen_by(table, remembered), self.processed))
 
     def restore(self, saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:
         """Go on after a restore of the checkpoint at `step` in which expert (l, e) has version `versions[l, e]`.
@@ -288,10 +308,18 @@ class CheckpointLedger:
             )
         processed = _table(saved["processed"])
         held = processed - unseen_tokens(saved, step, versions)
-        self.ledger.processed, self.ledger.in_memory, self.ledger.lost = processed, held, _table(saved["lost"])
+        self.processed, self.in_memory, self.lost = processed, held, _table(saved["lost"])
         self._ordinal, self._history = int(saved["ordinal"]), _history_of(saved)
         self._persisted_version, self._persisted_processed = versions.copy(), held.copy()
-        return self.ledger.lose(held)
+        return self._lose(held)
+
+    def _lose(self, seen: IntArray) -> IntArray:
+        """Replace experts of the live state by copies that contain int64 [L, E] tokens; returns the tokens lost."""
+        loss: IntArray = np.maximum(self.processed - seen, 0)
+        self.processed = self.processed - loss
+        self.in_memory = np.minimum(self.in_memory, self.processed)
+        self.lost = self.lost + loss.sum(axis=1)
+        return loss
 
 
 def unseen_tokens(saved: Mapping[str, Any], step: int, versions: IntArray) -> IntArray:

@@ -1,12 +1,8 @@
-"""Selection of experts for partial checkpoints, the ledger of lost tokens, and Dynamic-K.
+"""Selection of experts for partial checkpoints, and Dynamic-K.
 
 Partial Experts Checkpointing saves K of the E experts of every MoE layer; the others keep their older version. Every
 rank computes the whole selection (sequential or load-aware) alone, from the ordinal of the checkpoint or from counters
 that are equal everywhere, so saving needs no communication. Sources: PEC 3.1 and Alg. 1, MoC-System 3 and 5.
-
-The token ledger counts the routed tokens behind each expert's state: live, and newest copy in host memory. Unsaved
-tokens are differences, so a token can be lost only once (PLT). A checkpoint records these numbers as of its step;
-tokens processed after it are trained again and are not lost. Sources: PEC eq. 4, MoC-System eq. 7 and 5.1.
 
 Dynamic-K saves more experts as faults use up the budget of lost tokens: K starts small and doubles until all experts
 are saved. Level j (K0, 2 K0, 4 K0, ... E) may spend threshold * 2^-(j+1): the loss per fault halves when K doubles, so
@@ -28,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from moe_lightning.arrays import BoolArray, IntArray
-from moe_lightning.config import NonNegativeInt, validated
+from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
 
 SCOPES = ("weight", "master", "exp_avg", "exp_avg_sq")
@@ -212,70 +208,6 @@ def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArra
         experts=tuple(oldest(layer, window) for layer, window in enumerate(snapshot.experts)),
         num_experts=snapshot.num_experts,
     )
-
-
-@validated
-class Ledger:
-    """Counts tokens per (layer, expert) in the live state and in memory, and those that faults have lost.
-
-    Args:
-        num_layers: L.
-        num_experts: E.
-        planned_assignments: tokens times top-k of the whole planned training, per layer (int or int64 [L], positive):
-            the denominator of PLT.
-
-    Attributes:
-        processed, in_memory: int64 [L, E], tokens in the live state and in the newest snapshot.
-        lost: int64 [L].
-    """
-
-    def __init__(
-        self, *, num_layers: NonNegativeInt, num_experts: NonNegativeInt, planned_assignments: int | IntArray
-    ) -> None:
-        self.planned_assignments = np.array(
-            np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,))
-        )
-        self.processed: IntArray = np.zeros((num_layers, num_experts), dtype=np.int64)
-        self.in_memory = self.processed.copy()
-        self.lost: IntArray = np.zeros(num_layers, dtype=np.int64)
-
-    def record(self, counts: IntArray) -> None:
-        """Add one step's processed assignments, int64 [L, E], summed over all ranks."""
-        self.processed += counts
-
-    def unsaved(self) -> IntArray:
-        """int64 [L, E]: tokens in the live state that the newest snapshot does not contain (input of load-aware
-        selection)."""
-        return self.processed - self.in_memory
-
-    def take_snapshot(self, snapshot: BoolArray) -> None:
-        """These experts, bool [L, E], were copied into memory."""
-        self.in_memory = np.where(snapshot, self.processed, self.in_memory)
-
-    def lose(self, seen: IntArray) -> IntArray:
-        """Account for a fault: some experts of the live state were replaced by older copies.
-
-        Args:
-            seen: int64 [L, E], the tokens that each expert now contains.
-
-        Returns:
-            int64 [L, E]: the tokens lost by this fault.
-        """
-        loss: IntArray = np.maximum(self.processed - seen, 0)
-        self.processed = self.processed - loss
-        self.in_memory = np.minimum(self.in_memory, self.processed)
-        self.lost = self.lost + loss.sum(axis=1)
-        return loss
-
-    def plt_of(self, lost_per_layer: IntArray) -> float:
-        """The PLT that losing int64 [L] tokens amounts to, by MoC-System's definition: the mean over layers of lost /
-        planned."""
-        return float((lost_per_layer / self.planned_assignments).mean())
-
-    @property
-    def plt(self) -> float:
-        """Proportion of lost tokens so far, as MoC-System defines it (eq. 7)."""
-        return self.plt_of(self.lost)
 
 
 @validated

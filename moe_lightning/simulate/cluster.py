@@ -304,7 +304,7 @@ class SavedState:
 
     @property
     def plt(self) -> float:
-        return self._counts.ledger.plt
+        return self._counts.plt
 
     @property
     def storage(self) -> Mark:
@@ -323,7 +323,7 @@ class SavedState:
     def record(self, counts_LE: IntArray) -> None:
         """Tokens that each expert has been trained on since the last call."""
         if self.partial:
-            self._counts.ledger.record(counts_LE)
+            self._counts.record(counts_LE)
 
     def begin(self, mark: Mark, nodes: tuple[int, ...], writer_LE: IntArray, *, done_ns: int, nbytes: float) -> None:
         """The nodes of a world took a snapshot of the present state, which will be on storage at `done_ns`."""
@@ -399,7 +399,7 @@ class SavedState:
         else:
             lost = self._counts.restore(self._saved_at(plan.version).counts, plan.version, plan.versions)
         if self._dynamic is not None:
-            self._dynamic.after_fault(self._counts.ledger.plt_of(lost.sum(axis=1)))
+            self._dynamic.after_fault(self._counts.plt_of(lost.sum(axis=1)))
             self._raise_k()
 
     def forget_memory(self) -> None:

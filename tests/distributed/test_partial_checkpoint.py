@@ -226,7 +226,7 @@ class Books(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         saver_ = next(c for c in trainer.callbacks if isinstance(c, PartialExpertsCheckpoint))  # type: ignore[attr-defined]
         if trainer.global_rank == 0:
-            report = [saver_.plt, saver_.lost.checkpoint_ledger.ledger.lost.tolist()]
+            report = [saver_.plt, saver_.lost.checkpoint_ledger.lost.tolist()]
             (saver_._root / "books.json").write_text(json.dumps(report))
 
 

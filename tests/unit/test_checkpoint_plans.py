@@ -253,7 +253,7 @@ def test_other_scopes_are_always_saved() -> None:
 def test_load_aware_orders_follow_the_counters() -> None:
     for order in ("load_aware", "load_aware_global"):
         counted = ledger(order=order)
-        counted.ledger.record(np.array([[0, 9, 0, 1], [5, 0, 0, 0]]))
+        counted.record(np.array([[0, 9, 0, 1], [5, 0, 0, 0]]))
         assert counted.plan(1, 1).snapshot.experts == ((1,), (0,))
 
 

@@ -94,24 +94,24 @@ def test_the_budget_holds_under_every_order(order: Order, routing: str, ranks: i
         if routing != "random":
             shares[0] = 0.0 if step % 40 else 0.9
         counts = np.stack([rng.multinomial(64, shares / shares.sum()) for _ in range(2)])
-        kept.ledger.record(counts)
+        kept.record(counts)
         dynamic.before_checkpoint(lambda k, kept=kept: kept.cost(kept.plan(k, k)))  # type: ignore[misc]
         plan = kept.plan(dynamic.k, dynamic.k)
         kept.begin(step, plan)
         version[plan.persist.mask()] = step
         if rng.random() < 0.02:
-            saved, plt = kept.state_dict(), kept.ledger.plt
+            saved, plt = kept.state_dict(), kept.plt
             kept = new_ledger(experts, order, ranks)
             kept.restore(saved, step, version)
-            dynamic.after_fault(kept.ledger.plt - plt)
+            dynamic.after_fault(kept.plt - plt)
             faults += 1
             kept.begin(step, kept.plan(1, 1, full=True))
             version[:] = step
-        assert kept.ledger.plt <= threshold
+        assert kept.plt <= threshold
         rose |= dynamic.k > 1
     assert faults > 5
     assert rose
-    assert kept.ledger.plt > 0
+    assert kept.plt > 0
 
 
 def test_the_callback_keeps_what_was_spent_however_often_a_session_opens() -> None:

@@ -47,7 +47,7 @@ def test_ledger_equals_a_recount_of_every_token(layers: int, experts: int, k_s: 
     for step in range(1, 13):
         for _ in range(3):
             counts = rng.integers(0, 4, shape)
-            kept.ledger.record(counts)
+            kept.record(counts)
             for pair in live:
                 live[pair].update(range(token, token + int(counts[pair])))
                 token += int(counts[pair])
@@ -58,15 +58,15 @@ def test_ledger_equals_a_recount_of_every_token(layers: int, experts: int, k_s: 
         storage[plan.persist.mask()] = step
         if rng.random() < 0.4:
             saved = kept.state_dict()
-            kept.ledger.record(rng.integers(0, 4, shape))  # trained again after the fault: not lost
+            kept.record(rng.integers(0, 4, shape))  # trained again after the fault: not lost
             memory = np.where(rng.integers(0, 2, shape), memory, storage)  # of some, the copy in memory is gone
             versions = np.where(rng.integers(0, 2, shape), step, memory)
             found, live = kept.restore(saved, step, versions), {p: set(at_step[int(versions[p])][p]) for p in live}
             expected = [len(at_step[step][pair] - live[pair]) for pair in live]
             np.testing.assert_array_equal(found, np.reshape(expected, shape))
             lost += found.sum(axis=1)
-    np.testing.assert_array_equal(kept.ledger.lost, lost)
-    assert kept.ledger.plt == pytest.approx(float((lost / 10_000).mean()))
+    np.testing.assert_array_equal(kept.lost, lost)
+    assert kept.plt == pytest.approx(float((lost / 10_000).mean()))
 
 
 def uniform_loss(
@@ -77,7 +77,7 @@ def uniform_loss(
     kept = new_ledger(layers, experts, planned=1000 * experts)
     versions, storage = np.zeros((layers, experts), dtype=np.int64), np.zeros((layers, experts), dtype=np.int64)
     for step in range(1, checkpoints + 1):
-        kept.ledger.record(np.full((layers, experts), interval))
+        kept.record(np.full((layers, experts), interval))
         plan = kept.plan(k_s, k_p)
         kept.begin(step, plan)
         versions[plan.snapshot.mask()] = step
@@ -85,7 +85,7 @@ def uniform_loss(
     dead = round(dead_share * versions.size)
     versions.reshape(-1)[:dead] = storage.reshape(-1)[:dead]
     lost = unseen_tokens(kept.state_dict(), checkpoints, versions)
-    return kept.ledger.plt_of(lost.sum(axis=1))
+    return kept.plt_of(lost.sum(axis=1))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def mean_plt(trace: np.ndarray, order: Order) -> float:
     )
     plts = []
     for step, counts in enumerate(trace):
-        kept.ledger.record(counts)
+        kept.record(counts)
         plan = kept.plan(2, 2)
         plts.append(kept.cost(plan))
         kept.begin(step, plan)
@@ -156,7 +156,7 @@ def test_losses_are_exact_where_a_round_takes_more_checkpoints_than_are_kept(how
     for step in range(1, 151):
         counts = rng.integers(0, 1000, shape)
         processed += counts
-        kept.ledger.record(counts)
+        kept.record(counts)
         plan = kept.plan(1, 1, full=step == 1)
         kept.begin(step, plan)
         versions[plan.persist.mask()] = step
@@ -176,7 +176,7 @@ def test_losses_are_exact_where_a_round_takes_more_checkpoints_than_are_kept(how
 def test_its_state_never_outgrows_its_room(layers: int, experts: int) -> None:
     kept = new_ledger(layers, experts)
     for step in range(70):
-        kept.ledger.record(np.full((layers, experts), 10**6))
+        kept.record(np.full((layers, experts), 10**6))
         kept.begin(step, kept.plan(1, 1))
         if step in (0, 69):
             assert len(dump_object(kept.state_dict())) <= kept.largest_state_bytes
@@ -188,8 +188,8 @@ def test_losses_are_never_told_too_low_where_storage_stood_still_for_long() -> N
     rng, shape = np.random.default_rng(0), (2, 4)
     kept, tokens = new_ledger(*shape), {}
     for step in range(1, 101):
-        kept.ledger.record(rng.integers(1, 1000, shape))
-        tokens[step] = kept.ledger.processed.copy()
+        kept.record(rng.integers(1, 1000, shape))
+        tokens[step] = kept.processed.copy()
         kept.begin(step, kept.plan(2, 1, full=step == 1))
     for version in (1, 20, 36, 37, 90):
         lost = new_ledger(*shape).restore(kept.state_dict(), 100, np.full(shape, version))
@@ -202,7 +202,7 @@ def test_books_stay_small_however_many_checkpoints_are_begun() -> None:
     def size(checkpoints: int) -> int:
         kept = new_ledger(1, 64)
         for step in range(1, checkpoints + 1):
-            kept.ledger.record(np.ones((1, 64), dtype=np.int64))
+            kept.record(np.ones((1, 64), dtype=np.int64))
             kept.begin(step, kept.plan(1, 1))
         return len(pickle.dumps(kept))
 

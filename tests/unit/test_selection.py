@@ -194,7 +194,7 @@ def oldest_versions(
     counts = np.random.default_rng(0)
     found: dict[int, int] = {}
     for step in range(1, steps + 1):
-        kept.ledger.record(counts.integers(0, 100, (LAYERS, experts)))
+        kept.record(counts.integers(0, 100, (LAYERS, experts)))
         plan = kept.plan(*k, full=step == 1)
         kept.begin(step, plan)
         writer.start(
