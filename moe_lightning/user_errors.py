@@ -119,7 +119,7 @@ def _sentence_of_path(error: BaseException) -> str | None:
     return None
 
 
-_SIMILAR = 0.82
+_SIMILAR = 0.8
 """Ratio of difflib from which on a word may be a misspelling of another: below, a guess is worse than none."""
 
 

@@ -82,8 +82,8 @@ def test_a_defect_in_the_constructor_is_not() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("optimizer.epss", "optimizer.eps"),
-        ("optimizer.lrr", None),  # its section is listed
+        ("optimizer.lrr", "optimizer.lr"),
+        ("modle.num_layers", "model.num_layers"),
         ("lr", "optimizer.lr"),
         ("modl", "model"),
         ("model.num_expert", "model.num_experts"),
@@ -98,7 +98,7 @@ def test_a_defect_in_the_constructor_is_not() -> None:
         ("fp16.enabled", None),
         ("moe.enabled", None),
         ("zero_optimization.offload.device", None),
-        ("model.moe_layers", None),
+        ("model.layers", None),
         ("wandb.mode", None),
     ],
 )
