@@ -186,7 +186,7 @@ def predict_totals(
     Args:
         computed, touched: rows and experts that each rank computes.
         exchanged: rows that each rank sends, and those that it receives.
-        copied: copies that each rank sends, and those that it receives; one table where they are the same.
+        copied: copies that each rank sends, and those that it receives.
         costs: constants.
     """
     if np.ndim(costs.rows_per_s) == 0 and not costs.expert_s:  # the busiest rank is the slowest

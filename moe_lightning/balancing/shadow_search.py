@@ -13,7 +13,6 @@ experts on a rank, P pairs of an expert and a rank that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +23,6 @@ from moe_lightning.balancing.cost_model import (
     ONE_COPY,
     BlockCosts,
     BlockTimes,
-    TransferMethod,
     even_forward_s,
     least_s,
     pair_volumes,
@@ -86,44 +84,6 @@ def _fastermoe_estimates(tokens: IntArray, placement: Placement, costs: BlockCos
     per_row_s = (1 + costs.backward_ratio) / float(np.min(costs.rows_per_s)) + 4 * costs.row_bytes / costs.bytes_per_s
     copies_s = np.arange(len(left)) * costs.weight_bytes / costs.bytes_per_s
     return np.asarray(per_row_s * left.max(axis=1) + copies_s, dtype=np.float64)
-
-
-class CopyTotals:
-    """`total_copies` of the experts moved so far, in units of 1 / ONE_COPY.
-
-    Args:
-        num_searches: R at the start.
-        num_ranks: N.
-        transfer: see `TransferMethod`.
-    """
-
-    def __init__(self, num_searches: int, num_ranks: int, transfer: TransferMethod) -> None:
-        self._transfer = transfer
-        self._from_home = np.zeros((num_searches, num_ranks), dtype=np.int64)
-        self._to_shadows = self._from_home.copy()
-
-    @property
-    def copied(self) -> Sequence[IntArray]:
-        """int64 [R, N] each: what ranks send and receive; one table where that is the same."""
-        return (self._from_home,) if self._transfer == "average" else (self._from_home, self._to_shadows)
-
-    def keep(self, goes_on: BoolArray) -> None:
-        """Forget the searches where bool [R] is false."""
-        self._from_home, self._to_shadows = self._from_home[goes_on], self._to_shadows[goes_on]
-
-    def add(self, shadows: IntArray, homes: IntArray, count: IntArray) -> None:
-        """Count one more expert in each search.
-
-        Args:
-            shadows: int64 [R, N], 1 where it goes.
-            homes: int64 [R], the rank that sends it.
-            count: int64 [R], how many shadows it gets, at least 1.
-        """
-        if self._transfer == "average":
-            self._from_home += (ONE_COPY * (count + 1) // shadows.shape[1])[:, None]
-        else:
-            self._from_home[np.arange(len(homes)), homes] += ONE_COPY * count
-            self._to_shadows += shadows * ONE_COPY
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -236,17 +196,16 @@ class _Searches:
     Attributes:
         rows: int64 [R]: which n they are of.
         volumes: int64 [4, R, N]: rows computed, sent, received; experts.
-        copies: of their plans.
+        copies: int64 [2, R, N]: copies that each rank sends and receives, see `total_copies`.
     """
 
     rows: IntArray
     volumes: IntArray
-    copies: CopyTotals
+    copies: IntArray
 
     def keep(self, goes_on: BoolArray) -> None:
         """Continue these [R] only."""
-        self.rows, self.volumes = self.rows[goes_on], self.volumes[:, goes_on]
-        self.copies.keep(goes_on)
+        self.rows, self.volumes, self.copies = self.rows[goes_on], self.volumes[:, goes_on], self.copies[:, goes_on]
 
 
 class GreedyMoves:
@@ -269,7 +228,7 @@ class GreedyMoves:
         self._searches = _Searches(
             rows=np.arange(num_values),
             volumes=np.repeat(layer.unmoved[:, None], num_values, axis=1),
-            copies=CopyTotals(num_values, num_ranks, costs.transfer),
+            copies=np.zeros((2, num_values, num_ranks), dtype=np.int64),
         )
         lacking = num_ranks - layer.placement.pairs.num_holders
         self._targets = np.maximum(lacking - values_B[:, None], 0)  # [B, E], ranks that a moved expert is copied to
@@ -363,7 +322,12 @@ class GreedyMoves:
         for expert, same in groups:
             self._share_rest(expert, same, rest[same])
         targets = self._targets[rows, experts]
-        self._searches.copies.add(shadows, layer.homes[experts], targets)
+        copies = self._searches.copies
+        if self._costs.transfer == "average":
+            copies += (ONE_COPY * (targets + 1) // layer.placement.num_ranks)[:, None]
+        else:
+            copies[0, np.arange(len(rows)), layer.homes[experts]] += ONE_COPY * targets
+            copies[1] += shadows * ONE_COPY
         self._useless[rows, experts] = True
         self._num_copies[rows] += targets
         self._made.append((rows, experts))
@@ -397,7 +361,7 @@ class GreedyMoves:
 
     def _predict(self) -> BlockTimes:
         computed, *exchanged, touched = self._searches.volumes
-        return predict_totals(computed, touched, exchanged, self._searches.copies.copied, self._costs)
+        return predict_totals(computed, touched, exchanged, list(self._searches.copies), self._costs)
 
 
 _MAX_VALUES = 16
