@@ -153,7 +153,7 @@ class Launcher:
             if now - self.attempt_at > (CONNECT_S if self._is_connecting else HANDSHAKE_S):
                 self.disconnect()
         elif now >= self.next_beat:
-            self.next_beat = now + self.crowd.settings.heartbeat_interval_s(self.crowd.plan.expected)
+            self.next_beat = now + self.crowd.settings.heartbeat_interval_s
             beats = [(key, member.progress()) for key, member in self.members.items()]
             self.send({"t": "beat", "progress": 0, "clients": beats})
 

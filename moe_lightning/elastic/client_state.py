@@ -308,8 +308,7 @@ class ClientState:
     def beat(self, now: float) -> None:
         """Send the heartbeat that is due."""
         if now >= self._next_beat:
-            ranks = self.world.members.size if self.world is not None else 1
-            self._next_beat = now + self._task.settings.heartbeat_interval_s(ranks)
+            self._next_beat = now + self._task.settings.heartbeat_interval_s
             self._send(t="beat", progress=self.progress)
 
     @property

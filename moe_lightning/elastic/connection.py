@@ -603,7 +603,7 @@ class LauncherClient:
                     self._connection.move(self._locate(), now)
                 is_due = now >= next_beat
                 if is_due:
-                    next_beat = now + self._settings.heartbeat_interval_s(self._expected)
+                    next_beat = now + self._settings.heartbeat_interval_s
                     beats = {} if self.relay is None else {"clients": self.relay.take_beats()}
                     self._connection.send({"t": "beat", "progress": 0, **beats})
                 if self.relay is not None:

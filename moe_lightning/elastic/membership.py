@@ -181,9 +181,7 @@ MEMBERSHIPS: Registry[MembershipFactory] = Registry(
 )
 
 HEARTBEAT_S = 0.5
-"""Longest interval in seconds between two heartbeats of a client of the rendezvous host, in a run of few ranks."""
-
-_FEW_RANKS = 1024
+"""Longest interval in seconds between two heartbeats of a client of the rendezvous host."""
 
 ELASTIC_VARIABLE = "MOE_LIGHTNING_ELASTIC"
 """Set by the launcher: the JSON of an `ElasticTask`."""
@@ -245,11 +243,10 @@ class ElasticSettings:
         """Timeouts in the order of `rendezvous_state.parse_timeouts`."""
         return [self.heartbeat_timeout_s, self.silence_timeout_s, self.start_timeout_s]
 
-    def heartbeat_interval_s(self, ranks: int) -> float:
-        """Return the interval between two heartbeats of a client of the rendezvous host in a run of so many ranks: up
-        to twice as long for thousands, which the host must serve.
-        """
-        return min(HEARTBEAT_S, 0.1 * self.silence_timeout_s) * min(2.0, max(1.0, ranks / _FEW_RANKS))
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Interval between two heartbeats of a client of the rendezvous host."""
+        return min(HEARTBEAT_S, 0.1 * self.silence_timeout_s)
 
     def __post_init__(self) -> None:
         MEMBERSHIPS.find(self.membership)

@@ -521,7 +521,7 @@ class RendezvousClient:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        step_s = min(_LONGEST_STEP_S, self.task.settings.heartbeat_interval_s(1) / 2)
+        step_s = min(_LONGEST_STEP_S, self.task.settings.heartbeat_interval_s / 2)
         while not self._closed.is_set():
             try:
                 losses = self._connection.losses
