@@ -85,27 +85,6 @@ class Leader:
     revision: int
 
 
-def _keys(run_id: str) -> str:
-    """Return the prefix of a run's keys."""
-    return f"/moe-lightning/{run_id}/"
-
-
-def _read_leader(etcd: EtcdClient, key: str) -> Leader | None:
-    """Return the leader in a key; None without one.
-
-    Raises:
-        EtcdError: etcd does not answer, or the record is malformed.
-    """
-    entry = etcd.transact([], [get(key)]).found[0]
-    if entry is None:
-        return None
-    try:
-        value = json.loads(entry.value)
-        return Leader(address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise EtcdError(f"the record {key} in etcd is malformed, delete it") from None
-
-
 class Election:
     """Part of one launcher in the election of a run; all calls but `commit` come from one thread.
 
@@ -145,7 +124,22 @@ class Election:
             self._renew_at = now + self._ttl_s / 3
         elif not has_changed:
             return
-        self.leader = _read_leader(self._etcd, self.leader_key)
+        self.leader = self._read_leader()
+
+    @property
+    def is_won(self) -> bool:
+        """True while this launcher is the leader, as last read."""
+        return self.leader is not None and self.leader.launcher == self._token
+
+    def _read_leader(self) -> Leader | None:
+        (entry,) = self._etcd.transact([], [get(self.leader_key)]).found
+        if entry is None:
+            return None
+        try:
+            value = json.loads(entry.value)
+            return Leader(address=Address.parse(value["address"]), launcher=value["launcher"], revision=entry.revision)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise EtcdError(f"the record {self.leader_key} in etcd is malformed, delete it") from None
 
     def _register(self) -> None:
         """Take part, also again; the first launcher of a run forgets the world, and the end, of one whose launchers
@@ -315,7 +309,9 @@ class EtcdRendezvous:
         access.check(secret_file)
         self.token = new_token()
         self._etcd, self._settings = EtcdClient(access), settings
-        self._election = Election(self._etcd, _keys(run_id), self.token, lease_s(settings.silence_timeout_s))
+        self._election = Election(
+            self._etcd, f"/moe-lightning/{run_id}/", self.token, lease_s(settings.silence_timeout_s)
+        )
         self._folder = PrivateFolder()
         self.address = Address()
         self.secret_file = self._folder.path / "secret" if secret_file is None else Path(secret_file).absolute()
@@ -427,25 +423,24 @@ class EtcdRendezvous:
                 self._closed.wait(_RETRY_S)
 
     def _step(self, *, has_changed: bool) -> None:
-        election = self._election
-        try:
-            election.keep(time.monotonic(), has_changed=has_changed)
-        finally:
-            leader = election.leader
-            term = self._term
-            if term is not None and (leader is None or leader.revision != term.revision or term.has_ended):
-                term.close()
-                self._term = None
-        is_dead = leader is not None and self._is_dead(leader)
-        if leader is None or is_dead or (leader.launcher == self.token and self._term is None):
-            self._campaign(leader.launcher if leader is not None and is_dead else None)
+        """Keep the lease; end the own term if another one leads or the own host has ended; campaign if nobody leads, if
+        the leader is dead, or if this launcher leads without a host.
+        """
+        election, term = self._election, self._term
+        election.keep(time.monotonic(), has_changed=has_changed)
+        leader = election.leader
+        if term is not None and (leader is None or leader.revision != term.revision or term.has_ended):
+            term.close()
+            self._term = None
+        if leader is None or (election.is_won and self._term is None):
+            self._campaign(None)
+        elif not election.is_won and self._is_dead(leader):
+            self._campaign(leader.launcher)
         if election.leader is not None:
             self.address = election.leader.address
 
     def _is_dead(self, leader: Leader) -> bool:
         """Return True if this launcher was connected to the leader's host, and nothing listens there any more."""
-        if leader.launcher == self.token:
-            return False
         if self._reaches():
             self._reached = leader.revision
         elif self._reached == leader.revision:
