@@ -789,7 +789,8 @@ class RendezvousState:
         while len(self._evicted) > _MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
         self.clients.send_to([member.id], self._evicted[member.id])
-        self.clients.send_to_launcher(member.id, "evicted")
+        if not probes:  # else it is alive, and registers later than its launcher waits for one that may hang
+            self.clients.send_to_launcher(member.id, "evicted")
 
     def _record_death(self, token: str, how: str, now: float) -> None:
         """Record the end of a process that a launcher saw; this reason replaces errors of survivors."""

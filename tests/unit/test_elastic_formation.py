@@ -365,8 +365,9 @@ def test_a_launcher_is_told_of_its_own_workers_alone() -> None:
 
 
 def test_who_is_left_out_for_a_dead_link_learns_whom_to_probe() -> None:
-    """Also on its next connection; it may return as another member when they answer."""
+    """Also on its next connection; it may return as another member when they answer. Its launcher lets it wait."""
     crowd = Crowd()
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": 3})
     for connection, name in enumerate("abc"):
         crowd.join(connection, name, expected=3, probe=["10.0.0.1", 1000 + connection])
     formed = crowd.last(0, "formed")
@@ -375,6 +376,7 @@ def test_who_is_left_out_for_a_dead_link_learns_whom_to_probe() -> None:
     evicted = crowd.last(2, "evicted")
     assert "rank 2 on node node-c was left out: the link between nodes node-c and node-b is dead" in evicted["reason"]
     assert evicted["probes"] == {"node-b": ("10.0.0.1", 1001)}
+    assert crowd.last(9, "evicted") is None
     for connection in (0, 1):
         crowd.say(connection, {"t": "join", "ready": True})
     crowd.join(3, "c", probe=["10.0.0.1", 1002], joining=False, number=formed["number"])
