@@ -550,11 +550,6 @@ class StageMap:
         return self._ranks or [range(self.world.size)]
 
     @property
-    def own_ranks(self) -> Sequence[int]:
-        """Global ranks that hold the stages here."""
-        return self.ranks[self.cut.stages[0]]
-
-    @property
     def num_ranks(self) -> int:
         """Number of ranks of a stage."""
         return self.world.stage.size if self._worlds.is_joined else 1
@@ -589,7 +584,7 @@ class StageMap:
 
     def nodes(self, of_ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes of the ranks of the stages here, numbered from 0, from those of all ranks."""
-        found = [of_ranks[rank] for rank in self.own_ranks]
+        found = [of_ranks[rank] for rank in self.ranks[self.cut.stages[0]]]
         numbers = {node: number for number, node in enumerate(dict.fromkeys(found))}
         return tuple(numbers[node] for node in found)
 
