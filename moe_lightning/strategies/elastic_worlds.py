@@ -360,7 +360,7 @@ class ElasticWorlds:
             must_recover = fault is not None or self.is_newcomer
             if must_recover:
                 self._recover(fault)
-            try:
+            try:  # every rank of a world makes the same calls from here to the end, in this order
                 if worlds.spares:
                     raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
                 if must_recover:
