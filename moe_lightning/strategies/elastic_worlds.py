@@ -18,17 +18,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair
-from moe_lightning.checkpoint.full_state import broadcast_frozen
-from moe_lightning.checkpoint.memory import DamagedSnapshots, RecoverySources
+from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.protection import ProtectionLayout
-from moe_lightning.checkpoint.recovery_plan import RankInventory, RecoveryPlan
+from moe_lightning.checkpoint.recovery_plan import RecoveryPlan
 from moe_lightning.compat import private_torch
 from moe_lightning.data.loader import leave_schedule, outline_of
 from moe_lightning.elastic.client_state import WorldTooSmall
@@ -46,18 +44,9 @@ from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, sig
 from moe_lightning.errors import ConfigurationError, StateDamagedError, WorldCutError
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World, agree, any_says
+from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.committed_step import CommittedStep
-from moe_lightning.strategies.recovery import (
-    RecoveryPlanner,
-    Stopwatch,
-    fetch_dense,
-    fetch_missing,
-    inventory_of,
-    repaired,
-    restore_missing,
-    set_up_data,
-)
+from moe_lightning.strategies.recovery import StateRecovery, Stopwatch, set_up_data
 from moe_lightning.strategies.step_data import require_same_data
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport, call_hook
 
@@ -184,8 +173,8 @@ class ElasticWorlds:
         self._strategy, self._state, self.engine = strategy, strategy.state, engine
         self.members: Members | None = None
         self._policy = RecoveryPolicy()
-        self._planner = RecoveryPlanner(None)
         self.step = CommittedStep(strategy.state)
+        self._recovery = StateRecovery(strategy, self.step)
         self.is_newcomer = self.change_is_due = False
         self._fits = 0  # that this process has begun; only the first one may follow a lost world
         self._departure: str | None = None
@@ -349,9 +338,7 @@ class ElasticWorlds:
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
         trainer, worlds = self._state.trainer, self._strategy.worlds
         self._policy = policy
-        self._planner = RecoveryPlanner(
-            policy.sources, partial(call_hook, self._state.module, ExpertParallelCallback.on_before_recovery)
-        )
+        self._recovery.begin_fit(policy.sources)
         set_up_data(trainer)
         self.step.begin_fit()
         self._fits += 1
@@ -403,7 +390,7 @@ class ElasticWorlds:
             return error
         if error.is_here:
             self.step.begin_overwriting()  # by those of a rank that has them, or of what was saved
-        self._planner.distrust_after(error.last_good, marks=self._strategy.worlds.present.rank == 0)
+        self._recovery.planner.distrust_after(error.last_good, marks=self._strategy.worlds.present.rank == 0)
         return WorldChanged(error.reason)
 
     def _wait_for_ranks(self) -> None:
@@ -564,40 +551,16 @@ class ElasticWorlds:
 
     def _join_and_transfer(self, watch: Stopwatch, *, is_spare: bool) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
-        layers, step = self._state.stages.layers, self.step
+        step = self.step
         world = self._join(watch, is_spare=is_spare)
-        counts = step.is_restorable and not (self.is_newcomer or step.is_torn or self._state.window_replay)
-        own = inventory_of(
-            self._state,
-            former=self._strategy.worlds.present,
-            rank=world.rank,
+        self._require_same_fit(all_gather_json(self._fits, world))
+        plan, repair = self._recovery.recover(
+            world,
+            watch,
             node=self._require_members().nodes[world.rank],
-            version=step.version,
-            counts=counts,
-            is_prepared=step.prepared is not None and not self._state.shards.shares_optimizers,  # others' updates lack
+            is_newcomer=self.is_newcomer,
+            min_replicas=self._policy.min_replicas,
         )
-        found = all_gather_json([self._fits, own.to_json()], world)
-        self._require_same_fit([fits for fits, _ in found])
-        inventories = [RankInventory.from_json(entry) for _, entry in found]
-        damaged = set[tuple[str, str, int, int]]()  # snapshots
-        while True:
-            with watch.phase("plan"):
-                plan, inventories = self._planner.plan(
-                    inventories,
-                    world,
-                    num_layers=len(layers),
-                    num_experts=max((layer.num_experts for layer in layers), default=0),
-                    last_step=step.version,
-                    has_trained=step.version > 0 or step.is_torn,
-                    damaged=damaged,
-                )
-                repair = repaired(plan, self._state, world, min_replicas=self._policy.min_replicas)
-            try:
-                with watch.phase("movement"):
-                    self._move(plan, repair, world)
-                break
-            except DamagedSnapshots as damage:
-                damaged.update(damage.damaged)
         with watch.phase("resume"):
             self._plan = plan
             if plan.level == "live" and plan.stale:
@@ -626,32 +589,3 @@ class ElasticWorlds:
             raise Preempted("the others are in a later fit of the script, which a process that starts it cannot join")
         if min(fits) < last:
             raise WorldCutError(reason)
-
-    def _move(self, plan: RecoveryPlan, repair: Repair, world: World) -> None:
-        """Transfer the state of the plan's version to the ranks of the placements."""
-        state = self._state
-        state.abort_window_replay()
-        if world.rank in plan.apply_prepared:
-            self.step.apply_prepared()
-        saved = fetch_missing(self._planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)
-        self.step.forget_prepared()
-        # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were, or
-        # whole in the new world, except where optimizer shards change hands or something is restored.
-        if plan.level != "live" or not (self.is_newcomer or world.rank in plan.live_ranks):
-            self.step.begin_overwriting()
-        units = fetch_dense(state, plan, world) if plan.level == "live" else {}
-        state.transfer.enter_world(world, repair.placements, plan.held)
-        self._strategy.set_present(world)  # from here on the new world is the present one
-        if plan.level != "live":  # else it comes with the optimizers
-            is_old = all_gather_json(not self.is_newcomer, world)
-            if any(is_old):
-                newcomers = {rank for rank, old in enumerate(is_old) if not old}
-                broadcast_frozen(state.module, newcomers, world, is_old.index(True))
-        if saved is not None or state.shards.moves_optimizers:
-            self.step.begin_overwriting()
-        state.transfer.install(units, state.stages.sharers(world)[0])
-        state.shards.reshard(plan.shards if plan.level == "live" else ())
-        restore_missing(state, plan, saved)
-        state.find_twins()
-        agree(world)
-        self.step.end_overwriting()

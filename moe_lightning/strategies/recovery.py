@@ -1,6 +1,7 @@
 """Recovery of a run in a new world: sources of state and its transfer.
 
-`RecoveryPlanner` restores live state if nothing of it is lost, else saved state.
+`RecoveryPlanner` restores live state if nothing of it is lost, else saved state. `StateRecovery` brings all ranks to
+the version of its plan.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Literal, get_args
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,8 +19,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from moe_lightning.balancing.repair import Repair, repair_stages
 from moe_lightning.checkpoint.directory import is_sound, mark_damaged
+from moe_lightning.checkpoint.full_state import broadcast_frozen
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.memory import MemoryCheckpoint, RecoverySources, fetch, storage_inventory
+from moe_lightning.checkpoint.memory import (
+    DamagedSnapshots,
+    MemoryCheckpoint,
+    RecoverySources,
+    fetch,
+    storage_inventory,
+)
 from moe_lightning.checkpoint.recovery_plan import (
     RankInventory,
     RecoveryPlan,
@@ -35,6 +44,11 @@ from moe_lightning.parallel.context import World, agree
 from moe_lightning.state.transfer import Units
 from moe_lightning.strategies.checkpoints import verified_together
 from moe_lightning.strategies.train_state import TrainState
+from moe_lightning.strategies.worlds import ExpertParallelCallback, call_hook
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.committed_step import CommittedStep
+    from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 
 Phase = Literal["leaving", "rendezvous", "groups", "plan", "movement", "resume"]
 
@@ -274,3 +288,99 @@ def restore_missing(state: TrainState, plan: RecoveryPlan, saved: MemoryCheckpoi
     own.restore_model(saved)
     own.restore_optimizers(saved)
     state.resume_from(saved)
+
+
+class StateRecovery:
+    """Recovery of the state of this rank in a new world, where all ranks come to one version.
+
+    Args:
+        strategy: of this rank.
+        step: the last one that was committed.
+
+    Attributes:
+        planner: of the running fit.
+    """
+
+    def __init__(self, strategy: ExpertParallelStrategy, step: CommittedStep) -> None:
+        self._strategy, self._step = strategy, step
+        self.planner = RecoveryPlanner(None)
+
+    def begin_fit(self, sources: RecoverySources | None) -> None:
+        """Plan by the places of saved state of a fit; None if nothing is saved."""
+        publish = partial(call_hook, self._strategy.state.module, ExpertParallelCallback.on_before_recovery)
+        self.planner = RecoveryPlanner(sources, publish)
+
+    def recover(
+        self, world: World, watch: Stopwatch, *, node: str, is_newcomer: bool, min_replicas: int
+    ) -> tuple[RecoveryPlan, Repair]:
+        """Plan with all ranks of a world, and move to the planned version; collective.
+
+        Args:
+            node: of this rank.
+            is_newcomer: this process holds nothing of the run yet.
+            min_replicas: nodes that shall hold each expert.
+
+        Raises:
+            ConfigurationError, PeerFailed: see `RecoveryPlanner.plan`.
+        """
+        state, step = self._strategy.state, self._step
+        layers = state.stages.layers
+        counts = step.is_restorable and not (is_newcomer or step.is_torn or state.window_replay)
+        own = inventory_of(
+            state,
+            former=self._strategy.worlds.present,
+            rank=world.rank,
+            node=node,
+            version=step.version,
+            counts=counts,
+            is_prepared=step.prepared is not None and not state.shards.shares_optimizers,  # others' updates lack
+        )
+        inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
+        damaged = set[tuple[str, str, int, int]]()  # snapshots
+        while True:
+            with watch.phase("plan"):
+                plan, inventories = self.planner.plan(
+                    inventories,
+                    world,
+                    num_layers=len(layers),
+                    num_experts=max((layer.num_experts for layer in layers), default=0),
+                    last_step=step.version,
+                    has_trained=step.version > 0 or step.is_torn,
+                    damaged=damaged,
+                )
+                repair = repaired(plan, state, world, min_replicas=min_replicas)
+            try:
+                with watch.phase("movement"):
+                    self._move(plan, repair, world, is_newcomer=is_newcomer)
+                return plan, repair
+            except DamagedSnapshots as damage:
+                damaged.update(damage.damaged)
+
+    def _move(self, plan: RecoveryPlan, repair: Repair, world: World, *, is_newcomer: bool) -> None:
+        """Transfer the state of the plan's version to the ranks of the placements."""
+        state, step = self._strategy.state, self._step
+        state.abort_window_replay()
+        if world.rank in plan.apply_prepared:
+            step.apply_prepared()
+        saved = fetch_missing(self.planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)
+        step.forget_prepared()
+        # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were, or
+        # whole in the new world, except where optimizer shards change hands or something is restored.
+        if plan.level != "live" or not (is_newcomer or world.rank in plan.live_ranks):
+            step.begin_overwriting()
+        units = fetch_dense(state, plan, world) if plan.level == "live" else {}
+        state.transfer.enter_world(world, repair.placements, plan.held)
+        self._strategy.set_present(world)  # from here on the new world is the present one
+        if plan.level != "live":  # else it comes with the optimizers
+            is_old = all_gather_json(not is_newcomer, world)
+            if any(is_old):
+                newcomers = {rank for rank, old in enumerate(is_old) if not old}
+                broadcast_frozen(state.module, newcomers, world, is_old.index(True))
+        if saved is not None or state.shards.moves_optimizers:
+            step.begin_overwriting()
+        state.transfer.install(units, state.stages.sharers(world)[0])
+        state.shards.reshard(plan.shards if plan.level == "live" else ())
+        restore_missing(state, plan, saved)
+        state.find_twins()
+        agree(world)
+        step.end_overwriting()

@@ -134,7 +134,7 @@ class Killer(pl.Callback):
         self._around(elastic, "commit", step, after="committed")
         self._around(elastic, "_follows_a_lost_world", step, before="opening")
         self._around(elastic, "_join_and_transfer", version, before="recovery")
-        self._around(elastic, "_move", version, before="movement")
+        self._around(elastic._recovery, "_move", version, before="movement")
         self._around(elastic._strategy, "set_present", version, after="arrived")
         self._around(exchange, "_all_to_all", lambda: self._step, before="exchange")
         self._around(sequence, "_all_to_all", lambda: self._step, before="sequence exchange")

@@ -138,16 +138,16 @@ def test_a_process_that_starts_a_script_anew_joins_no_later_fit(
     world = SimpleNamespace(size=2, rank=0, is_connected=False)
     strategy: Any = MagicMock(worlds=Worlds())
     monkeypatch.setattr(Worlds, "present", world)
-    for name in ("set_up_data", "leave_schedule", "inventory_of"):
+    for name in ("set_up_data", "leave_schedule"):
         monkeypatch.setattr(elastic_worlds, name, MagicMock())
     monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda own, _: [own, own])
     elastic = ElasticWorlds(strategy, engine)
     elastic.members, elastic.step = MagicMock(), MagicMock(version=0)
     for _ in range(fits[0]):
         elastic.run(RecoveryPolicy(), lambda: None)
-    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda own, _: [own, [fits[1], own[1]]])
+    monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda own, _: [own, fits[1]])
     monkeypatch.setattr(elastic, "_join", lambda *_, **__: world)
-    monkeypatch.setattr(elastic_worlds.RankInventory, "from_json", MagicMock(side_effect=Planned))
+    monkeypatch.setattr(elastic, "_recovery", MagicMock(**{"recover.side_effect": Planned}))
     with pytest.raises(error or Planned) as raised:
         elastic._join_and_transfer(MagicMock(), is_spare=False)
     assert is_world_fault(raised.value, None) == (error is WorldCutError)

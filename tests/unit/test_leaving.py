@@ -16,7 +16,7 @@ from torch import nn
 from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.elastic.worker import Preempted
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies import elastic_worlds, gradients
+from moe_lightning.strategies import elastic_worlds, gradients, recovery
 from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stages import StageMap
@@ -34,7 +34,7 @@ def elastic(world: Any, *, spares: int = 0, **engine: Any) -> Any:
     worlds.engine, worlds._departure, worlds._state = MagicMock(**engine), None, MagicMock()
     worlds._strategy = MagicMock(worlds=SimpleNamespace(present=world, spares=spares))
     worlds._strategy.options.timeout = timedelta(seconds=1)
-    worlds.step, worlds.is_newcomer, worlds._planner = SimpleNamespace(is_torn=False), False, None
+    worlds.step, worlds.is_newcomer = SimpleNamespace(is_torn=False), False
     return worlds
 
 
@@ -95,31 +95,36 @@ def fails_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def set_up(name: str, error: Exception) -> None:
         for call, found in (("fetch_missing", None), ("fetch_dense", {}), ("restore_missing", None), ("agree", None)):
-            monkeypatch.setattr(elastic_worlds, call, MagicMock(return_value=found))
-        monkeypatch.setattr(elastic_worlds, name, MagicMock(side_effect=error))
+            monkeypatch.setattr(recovery, call, MagicMock(return_value=found))
+        monkeypatch.setattr(recovery, name, MagicMock(side_effect=error))
 
     return set_up
+
+
+def recovering() -> tuple[Any, CommittedStep]:
+    """The recovery of a rank, and its last step."""
+    step = CommittedStep(MagicMock())
+    return recovery.StateRecovery(MagicMock(), step), step
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["whole", "optimizer states move"])
 def test_a_rank_that_is_whole_in_the_new_world_offers_its_values(fails_in: Callable[..., None], moves: bool) -> None:
     fails_in("agree", lost := dist.DistNetworkError("rank 2 died"))
-    worlds = elastic(None)
-    worlds._state.shards.moves_optimizers, worlds.step = moves, CommittedStep(MagicMock())
+    own, step = recovering()
+    own._strategy.state.shards.moves_optimizers = moves
     with pytest.raises(type(lost)):
-        worlds._move(SimpleNamespace(**LIVE, held=None, nodes=()), MagicMock(), offline(0, 3))
-    assert worlds.step.is_torn is moves
+        own._move(SimpleNamespace(**LIVE, held=None, nodes=()), MagicMock(), offline(0, 3), is_newcomer=False)
+    assert step.is_torn is moves
 
 
 def test_an_update_that_the_plan_does_not_apply_is_not_applied_later(fails_in: Callable[..., None]) -> None:
     """Its gradients of experts have gone by then."""
     fails_in("fetch_dense", lost := dist.DistNetworkError("rank 2 died"))
-    worlds = elastic(None)
-    worlds.step = CommittedStep(MagicMock())
-    worlds.step.prepare(MagicMock())
+    own, step = recovering()
+    step.prepare(MagicMock())
     with pytest.raises(type(lost)):
-        worlds._move(SimpleNamespace(**LIVE), MagicMock(), offline(0, 3))
-    assert worlds.step.prepared is None
+        own._move(SimpleNamespace(**LIVE), MagicMock(), offline(0, 3), is_newcomer=False)
+    assert step.prepared is None
 
 
 @pytest.mark.parametrize(("rank", "is_newcomer", "is_torn"), [(0, False, False), (1, False, True), (1, True, False)])
@@ -127,23 +132,22 @@ def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
     fails_in: Callable[..., None], rank: int, is_newcomer: bool, is_torn: bool
 ) -> None:
     fails_in("fetch_dense", lost := dist.DistNetworkError("rank 2 died"))
-    worlds = elastic(None)
-    worlds.step, worlds.is_newcomer = CommittedStep(MagicMock()), is_newcomer
+    own, step = recovering()
     with pytest.raises(type(lost)):
-        worlds._move(SimpleNamespace(**LIVE), None, offline(rank, 3))
-    assert worlds.step.is_torn is is_torn
+        own._move(SimpleNamespace(**LIVE), None, offline(rank, 3), is_newcomer=is_newcomer)
+    assert step.is_torn is is_torn
 
 
 def test_a_second_plan_of_a_recovery_makes_no_update_again(fails_in: Callable[..., None]) -> None:
     """Snapshots of the first one were damaged."""
     fails_in("fetch_missing", DamagedSnapshots([("a", "arena", 0, 1)]))
-    worlds, update = elastic(None), MagicMock()
-    worlds.step = CommittedStep(MagicMock())
-    worlds.step.prepare(update)
+    (own, step), update = recovering(), MagicMock()
+    step.prepare(update)
+    plan = SimpleNamespace(**LIVE | {"live_ranks": (0, 1), "apply_prepared": (0,)})
     for _ in range(2):
         with pytest.raises(DamagedSnapshots):
-            worlds._move(SimpleNamespace(**LIVE | {"live_ranks": (0, 1), "apply_prepared": (0,)}), None, World.single())
-    assert (update.call_count, worlds.step.version) == (1, 1)
+            own._move(plan, None, World.single(), is_newcomer=False)
+    assert (update.call_count, step.version) == (1, 1)
 
 
 def test_a_departure_is_granted_for_one_world(monkeypatch: pytest.MonkeyPatch) -> None:
