@@ -191,6 +191,20 @@ def test_an_agent_that_was_killed_is_replaced_with_a_warning(tmp_path: Path, cap
     assert f"the agent of {tmp_path} has failed (exit code -9): another one is started" in caplog.text
 
 
+def test_no_agent_is_started_where_the_snapshots_were_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    arenas = tmp_path / "arenas"
+    handle = AgentHandle(arenas, tmp_path)
+    handle.ensure()
+    assert f"the snapshots in {arenas} were deleted" in caplog.text
+    assert "those of a running training are still written" in caplog.text, "by an agent that was found at work"
+    assert handle.runs
+    handle.leave(0.1)
+    handle._process = SimpleNamespace(poll=lambda: 1)  # type: ignore[assignment]
+    handle.ensure()
+    assert "no checkpoint is written any more" in caplog.text
+    assert not handle.runs
+
+
 def fit(folder: Path, steps: int, **options: Any) -> pl.Trainer:
     trainer = make_trainer(
         0,

@@ -155,6 +155,15 @@ def test_states_that_were_dropped_are_in_no_snapshot() -> None:
     assert torch.equal(saved["dense/dense.weight/weight"], run.model.dense.weight)
 
 
+def test_writers_change_only_where_room_for_all_experts_was_reserved() -> None:
+    run = Run()
+    assert run.contents.reassign(run.state) is None, "a new session follows"
+    ready = SnapshotContents(run.state, CheckpointSettings(every_n_steps=1), experts_move=True)
+    owners = ready.reassign(run.state)
+    assert owners is not None
+    assert owners.tolist() == [[0] * EXPERTS]
+
+
 def test_a_parameter_without_elements_is_written_by_one_rank() -> None:
     parameters = {"place": nn.Parameter(torch.empty(0)), "weight": nn.Parameter(torch.ones(4, 2))}
     names: list[str] = []
