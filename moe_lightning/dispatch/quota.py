@@ -245,18 +245,14 @@ class _Flow:
     def relieve(self, limits: list[int]) -> list[int]:
         """Push tokens away from every rank above its limit, one after the other; the ranks that share them where no
         more can go."""
-        for rank in self._crowded(limits):
+        crowded = [rank for rank, load in enumerate(self.load) if load > limits[rank]]
+        for rank in sorted(crowded, key=lambda rank: limits[rank] - self.load[rank]):  # the busiest first
             while self.load[rank] > limits[rank] and self.lookups_left > 0:
                 path, reached = self._path(rank, limits)
                 if not path:
                     return reached
                 self._push(path, limits)
         return []
-
-    def _crowded(self, limits: list[int]) -> list[int]:
-        """Ranks above its limit, the busiest first."""
-        crowded = [rank for rank, load in enumerate(self.load) if load > limits[rank]]
-        return sorted(crowded, key=lambda rank: limits[rank] - self.load[rank])
 
     def _path(self, source: int, limits: list[int]) -> tuple[list[Step], list[int]]:
         """The shortest path to a rank below its limit; empty where there is none. And the ranks that were reached."""

@@ -878,7 +878,7 @@ def edited(folder: Path, **values: Any) -> None:
         (
             {},
             {"upcycling": {"num_experts": 4}},
-            "a mixtral, which has experts already: leave upcycling out",
+            "model_type='mixtral' of .* is not known: use one of gpt2, llama",
         ),
         ({}, {"pretrained": "nowhere"}, "pretrained=nowhere does not exist: give the folder"),
     ],

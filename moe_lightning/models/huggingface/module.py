@@ -106,10 +106,6 @@ _DENSE = {
     "feed-forward layers (model.upcycling)"
     for name in DENSE_FAMILIES
 }
-_SPARSE = {
-    name: f"a {name}, which has experts already: leave upcycling out, as recipes=olmoe_finetune does"
-    for name in FAMILIES
-}
 
 
 @validated
@@ -183,8 +179,9 @@ class HuggingFaceConfig:
         if values is not None:
             config = config_from(values)
         else:
-            sparse, dense = (tuple(FAMILIES), _DENSE | UNSUPPORTED), (tuple(DENSE_FAMILIES), _SPARSE)
-            known, elsewhere = sparse if self.upcycling is None else dense
+            known, elsewhere = tuple(FAMILIES), _DENSE | UNSUPPORTED
+            if self.upcycling is not None:
+                known, elsewhere = tuple(DENSE_FAMILIES), {}
             config = read_config(model_folder(self.pretrained), known, self.overrides, elsewhere=elsewhere)
         longest = getattr(config, "max_position_embeddings", self.context_length)
         if self.context_length > longest:
