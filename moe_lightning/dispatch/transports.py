@@ -317,10 +317,11 @@ class ExchangeBackend:
             send_splits=handle.recv_rows, recv_splits=handle.send_rows, plan=handle.plan, is_return=True
         )
         rows_MD = self.exchange(rows_MD, spec)
-        num_tokens = len(weights_TK)
-        if len(handle.inverse_TK) > num_tokens:  # the row that `dispatch` has added
+        is_padded = len(handle.inverse_TK) > len(weights_TK)  # by the row that `dispatch` has added to none
+        if is_padded:
             weights_TK = F.pad(weights_TK, (0, 0, 0, 1))
-        return ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)[:num_tokens]
+        out_TD = ops.unpermute(rows_MD, handle.inverse_TK, handle.order_M, weights_TK)
+        return out_TD[:0] if is_padded else out_TD
 
     def exchange(self, rows_MD: Tensor, spec: AllToAllSpec) -> Tensor:
         """Send consecutive blocks of rows to ranks 0..N-1 and receive theirs, in rank order; differentiable."""
