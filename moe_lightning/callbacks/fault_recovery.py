@@ -25,6 +25,7 @@ from moe_lightning.config import PositiveInt, validated
 from moe_lightning.elastic.faults import MEMBERS_CHANGE, MembersChange
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import append_rows
+from moe_lightning.strategies.checks import require_automatic_optimization
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
@@ -145,11 +146,7 @@ class FaultRecovery(ExpertParallelCallback):
         elastic = strategy.elastic
         if not isinstance(elastic, ElasticWorlds):
             return
-        if not pl_module.automatic_optimization:
-            raise ConfigurationError(
-                "FaultRecovery repeats steps, whose bounds manual optimization does not state: "
-                "use automatic optimization"
-            )
+        require_automatic_optimization(pl_module, "FaultRecovery repeats steps", cure="drop the callback")
         if reload_every := getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
             raise ConfigurationError(
                 f"reload_dataloaders_every_n_epochs={reload_every} makes loaders anew at "

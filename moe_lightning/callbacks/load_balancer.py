@@ -39,6 +39,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import any_says
 from moe_lightning.plots import svg, time_line
+from moe_lightning.strategies.checks import require_automatic_optimization
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
@@ -310,11 +311,7 @@ class LoadBalancer(ExpertParallelCallback):
         layers, stages = strategy.experts.layers, strategy.state.stages
         if strategy.world.stage.size == 1 or not stages.layers:
             return  # nothing to balance
-        if not pl_module.automatic_optimization:
-            raise ConfigurationError(
-                "LoadBalancer moves experts between steps, which manual optimization does not state: use automatic "
-                "optimization, or drop the callback"
-            )
+        require_automatic_optimization(pl_module, "LoadBalancer moves experts between steps", cure="drop the callback")
         if self._policy.shadows != "none":
             strategy.require_shadows_possible()
         cluster = balanced_ranks(strategy)

@@ -38,6 +38,7 @@ from moe_lightning.moe.replayed_routing import (
     write_tokens,
 )
 from moe_lightning.moe.router import Router
+from moe_lightning.strategies.checks import require_automatic_optimization
 from moe_lightning.strategies.expert_parallel import own_strategy
 from moe_lightning.strategies.stages import StageMap, stages_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback
@@ -67,11 +68,7 @@ class RoutingRecorder(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not pl_module.automatic_optimization:
-            raise ConfigurationError(
-                "RoutingRecorder counts steps, whose batches manual optimization does not state: use automatic "
-                "optimization, or drop the callback"
-            )
+        require_automatic_optimization(pl_module, "RoutingRecorder counts steps", cure="drop the callback")
         stages, worlds = stages_of(trainer), getattr(trainer.strategy, "worlds", None)
         if stages.num_stages > 1 or (worlds is not None and worlds.is_elastic):
             raise ConfigurationError(

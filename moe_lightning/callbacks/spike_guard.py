@@ -28,6 +28,7 @@ from moe_lightning.files import append_rows
 from moe_lightning.parallel.context import all_reduce_
 from moe_lightning.state.tensors import frozen_base, local
 from moe_lightning.state.transfer import install
+from moe_lightning.strategies.checks import require_automatic_optimization
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.step_data import first_sampler, joined_slice
 from moe_lightning.strategies.watch import FEWEST_LOSSES, limit_of
@@ -201,11 +202,7 @@ class SpikeGuard(ExpertParallelCallback):
         if stage == "fit":  # what was saved is loaded after this
             self._losses.clear()
             self.rollbacks = 0
-        if not pl_module.automatic_optimization:
-            raise ConfigurationError(
-                "SpikeGuard returns to the end of a step, which manual optimization does not state: use automatic "
-                "optimization, or drop the callback"
-            )
+        require_automatic_optimization(pl_module, "SpikeGuard returns to the end of a step", cure="drop the callback")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(other, WeightAveraging) or getattr(other, "replays", False):
                 raise ConfigurationError(

@@ -176,7 +176,7 @@ def check_for_pipeline(module: pl.LightningModule, *, stage_size: int) -> None:
     Raises:
         ConfigurationError: what cannot be trained in stages.
     """
-    require_automatic_optimization(module, "which mesh.pp cuts in stages", cure="mesh.pp=1")
+    require_automatic_optimization(module, "mesh.pp cuts steps in stages", cure="mesh.pp=1")
     if stage_size > 1:
         require_dense_gradients(module, "mesh.pp with several ranks in a stage")
 
@@ -184,15 +184,15 @@ def check_for_pipeline(module: pl.LightningModule, *, stage_size: int) -> None:
 def require_automatic_optimization(module: pl.LightningModule, reason: str, *, cure: str) -> None:
     """
     Args:
-        reason: for which steps cannot be divided further, in words.
-        cure: what has no such reason, in words.
+        reason: for which it must be known where a step ends, in words.
+        cure: what need not know it, in words.
 
     Raises:
         ConfigurationError: manual optimization.
     """
     if not module.automatic_optimization:
         raise ConfigurationError(
-            f"manual optimization calls backward inside of a step, {reason}: use automatic optimization, or {cure}"
+            f"{reason}, and manual optimization does not state where a step ends: use automatic optimization, or {cure}"
         )
 
 

@@ -56,7 +56,7 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
     if not can_be_undone():
         raise ConfigurationError(f"dense=fsdp and hsdp need torch 2.13, not {torch.__version__}: use dense=zero1")
     require_automatic_optimization(
-        module, "around which dense=fsdp and hsdp gather parameters once", cure="dense=ddp or zero1"
+        module, "dense=fsdp and hsdp gather parameters for a step", cure="dense=ddp or zero1"
     )
     require_dense_gradients(module, "dense=fsdp or hsdp")
     require_no_hooks(module, experts)

@@ -40,7 +40,7 @@ from moe_lightning.state.tensors import (
 )
 from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memory
 from moe_lightning.strategies.averaging import Averaging
-from moe_lightning.strategies.checks import require_own_sharding
+from moe_lightning.strategies.checks import require_automatic_optimization, require_own_sharding
 from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 from moe_lightning.strategies.optimizer_checks import (
@@ -272,11 +272,7 @@ class TrainState:
         """
         if self.stages.num_stages > 1:
             raise ConfigurationError("lossless=True cannot work with mesh.pp yet: drop it, or use mesh.pp=1")
-        if not self.module.automatic_optimization:
-            raise ConfigurationError(
-                "lossless=True runs steps again, whose bounds manual optimization does not state: use automatic "
-                "optimization, or lossless=False"
-            )
+        require_automatic_optimization(self.module, "lossless=True runs steps again", cure="lossless=False")
         if self.averaging.averages is not None:
             raise ConfigurationError(
                 "lossless=True runs steps again whose averages it has not saved: use lossless=False, or drop the "

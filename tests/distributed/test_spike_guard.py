@@ -310,6 +310,6 @@ class Manual(OwnModule):
 
 def test_manual_optimization_is_refused() -> None:
     trainer = make_trainer(0, 1, callbacks=[SpikeGuard()], max_steps=1)
-    with pytest.raises(ConfigurationError, match=r"^SpikeGuard returns to the end of a step, which manual"):
+    with pytest.raises(ConfigurationError, match=r"^SpikeGuard returns to the end of a step, and manual"):
         trainer.fit(Manual(), DataLoader(RandomTokens(), batch_size=4))
     assert torch.is_grad_enabled()

@@ -133,7 +133,7 @@ CASES: dict[str, Callable[[], Case]] = {
         "trainer": {"callbacks": [PartialExpertsCheckpoint("checkpoints")], "enable_checkpointing": True},
         "module": SharedTrunk(),
     },
-    "which dense=fsdp and hsdp gather parameters once: use automatic optimization, or dense=ddp": lambda: {
+    "does not state where a step ends: use automatic optimization, or dense=ddp or zero1": lambda: {
         "strategy": {"dense": "fsdp"},
         "module": SharedTrunk(),
     },

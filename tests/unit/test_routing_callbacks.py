@@ -50,7 +50,7 @@ def test_a_sample_is_of_all_micro_batches_of_a_step(
 
 def test_what_a_recorder_does_not_record() -> None:
     manual: Any = SimpleNamespace(automatic_optimization=False)
-    with pytest.raises(ConfigurationError, match="RoutingRecorder counts steps, whose batches manual optimization"):
+    with pytest.raises(ConfigurationError, match="RoutingRecorder counts steps, and manual optimization"):
         RoutingRecorder("r.npz").on_train_start(trainer_of(0, 2), manual)
     in_stages, elastic = trainer_of(0, 2), trainer_of(0, 2)
     in_stages.strategy.state.stages.num_stages, elastic.strategy.worlds.is_elastic = 2, True
