@@ -146,8 +146,9 @@ def test_checkpoints_as_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert ckpt.main(arguments) == 0, arguments
     assert "whole" in capsys.readouterr().out
     assert bench.main(["report", "outputs/partial_checkpoints"]) == 0
-    assert bench.main(["plot", "outputs/partial_checkpoints"]) == 0
-    assert {"checkpoint_ms", "expert_load_layer00", "plt"} <= {p.stem for p in Path("outputs").rglob("*.svg")}
+    page = Path("outputs/partial_checkpoints/report.html").read_text()
+    for title in ("costs of checkpoints", "loads of the experts of MoE layer 0", "proportion of lost tokens"):
+        assert title in page, title
 
 
 @pytest.mark.slow
