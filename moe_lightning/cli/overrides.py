@@ -79,7 +79,9 @@ def read_settings(
         typed, setting = _one_setting(word, words, options, top)
         override = _override(setting, top, known)
         if override not in (typed, f"++{typed}"):
-            _tell(f"moe-train: {shown(typed)} is read as {override.lstrip('+')}")
+            beside = _VOCABULARY["beside"].get(override.partition("=")[0], "")
+            _tell(f"moe-train: {shown(typed)} is read as {override.lstrip('+')} {beside}".rstrip())
+            read[:0] = beside.split()  # before what is given: the last one counts
         read.append(override)
     return read
 

@@ -118,6 +118,8 @@ OPTIONS = {"--config-dir": True, "-m": False, "--cfg": True}
         ("lr=1 hidden_size=64", ["optimizer.lr=1", "model.d_model=64"]),
         ("trainer.stop_on_nan=skip", ["strategy.stop_on_nan=skip"]),
         ("--lr=1 --lr 2 lr: 3 lr:4", [f"optimizer.lr={value}" for value in range(1, 5)]),
+        ("epochs=2", ["trainer.max_steps=-1", "trainer.max_epochs=2"]),
+        ("trainer.max_steps=9 epochs=2", ["trainer.max_steps=-1", "trainer.max_steps=9", "trainer.max_epochs=2"]),
         ("global_batch_size=8", ["data.global_batch_size=8"]),
         ("model.adapter.kind=lora", ["++model.adapter.kind=lora"]),
         ("model.adapter=lora", ["++model.adapter.kind=lora"]),
@@ -140,7 +142,6 @@ def test_reading(typed: str, read: list[str] | None) -> None:
         ("val_every=100", "no key 'val_every' here: trainer.val_check_interval=N validates every N micro-batches"),
         ("--group_by_length steps", "there is no option '--group_by_length'"),  # not: steps has no value
         ("mode=train", "task=train trains"),
-        ("epochs=2", "no key 'epochs' here: trainer.max_epochs=N counts epochs; give trainer.max_steps=-1 with it"),
         ("wandb.mode=offline", "logger.wandb.offline=true"),
     ],
 )
