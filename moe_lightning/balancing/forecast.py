@@ -4,9 +4,9 @@ Routing is local in time: consecutive steps route alike, except at the start of 
 `LoadForecast` and `ReplanRule` are deterministic state machines of integers and of numbers that all ranks share, so all
 ranks agree without communication.
 
-A rank sends the median of the seconds that a unit of its work has taken in the last steps (`RateMeter`) to the others,
-with its standard error (`Reading`). All ranks receive the same integers and change a speed (`AgreedSpeeds`) only where
-a reading differs by more than its noise explains, so that plans follow machines and not jitter.
+A rank keeps a running mean of the seconds that a unit of its work takes (`RateMeter`) and sends it to the others with
+its standard error (`Reading`). All ranks receive the same integers and change a speed (`AgreedSpeeds`) only where a
+reading differs by more than its noise explains, so that plans follow machines and not jitter.
 
 Shapes: N ranks.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -90,49 +89,69 @@ class ReplanRule:
         return replace
 
 
-_MEMORY = 24
-"""Steps whose median is a rank's rate: it follows another speed after half of them."""
+_MEMORY = 64
+"""Steps that a mean remembers."""
+
+_LEAST_STRAY = 0.05
+"""A time strays that differs from the mean by this part and by a standard deviation; so many in a row on one side are
+no noise but another speed."""
+_STRAYS = 7
+
+_MOST_STRAY = 1.5
+"""A single time counts as at most this factor of the mean: pauses of garbage collectors are no speed."""
 
 _ASSUMED_NOISE, _ASSUMED_STEPS = 0.2, 6
 """Relative deviation of a step's time, before steps have shown it, and how many of them it stands for."""
 
 _LEAST_STEPS = 3
-"""Measurements before a rate is reported."""
-
-_MAD_TO_STD, _MEDIAN_TO_MEAN = 1.4826, math.sqrt(math.pi / 2)
-"""Of normally distributed numbers: deviation over the median absolute one, error of the median over the mean's."""
+"""Measurements before a mean is reported."""
 
 _LONGEST = 10**23
 """Femtoseconds of the slowest rate, 3 years."""
 
-_CERTAIN, _LEAST_CHANGE = 3, 30
+_CERTAIN, _LEAST_CHANGE = 4, 30
 """Standard errors that a change of speed must exceed, and thousandths."""
 
 
 class RateMeter:
-    """Seconds of a unit of work, from one measurement a step: the median of the last ones, which single pauses do not
-    move.
+    """Seconds of a unit of work, from one measurement a step: a running mean that single pauses hardly move, and that
+    starts afresh where the speed has changed.
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_MEMORY)
+        self._mean = 0.0
+        self._variance = _ASSUMED_NOISE**2
+        self._steps = 0
+        self._strays: list[float] = []
+        self._side = 0
 
     def add(self, seconds: float) -> None:
         """Record a step's mean seconds of a unit; values that are not positive are ignored."""
-        if math.isfinite(seconds) and seconds > 0:
-            self._seconds.append(seconds)
+        if not (math.isfinite(seconds) and seconds > 0):
+            return
+        if not self._steps:
+            self._mean, self._steps = seconds, 1
+            return
+        ratio = seconds / self._mean
+        stray = 1 + max(_LEAST_STRAY, math.sqrt(self._variance))
+        side = (ratio > stray) - (ratio * stray < 1)
+        self._strays = [*(self._strays if side == self._side else []), seconds] if side else []
+        self._side = side
+        if len(self._strays) >= _STRAYS:
+            self._mean, self._steps, self._strays = statistics.median(self._strays), _STRAYS, []
+            return
+        deviation = min(max(ratio, 1 / _MOST_STRAY), _MOST_STRAY) - 1
+        self._steps = min(self._steps + 1, _MEMORY)
+        self._variance += (deviation**2 - self._variance) / (self._steps + _ASSUMED_STEPS)
+        self._mean *= 1 + deviation / self._steps
 
     @property
     def reading(self) -> Reading:
         """Present estimate."""
-        steps = len(self._seconds)
-        if steps < _LEAST_STEPS:
+        if self._steps < _LEAST_STEPS:
             return Reading()
-        median = statistics.median(self._seconds)
-        deviation = _MAD_TO_STD * statistics.median(abs(seconds / median - 1) for seconds in self._seconds)
-        variance = (steps * deviation**2 + _ASSUMED_STEPS * _ASSUMED_NOISE**2) / (steps + _ASSUMED_STEPS)
-        error = _MEDIAN_TO_MEAN * math.sqrt(variance / steps)
-        return Reading(femtoseconds=max(1, round(min(median * 1e15, _LONGEST))), error=math.ceil(1000 * error))
+        error = math.sqrt(self._variance / self._steps)
+        return Reading(femtoseconds=max(1, round(min(self._mean * 1e15, _LONGEST))), error=math.ceil(1000 * error))
 
 
 class Reading(NamedTuple):
