@@ -158,11 +158,11 @@ def load_aware_selection(unsaved: IntArray, *, k: int, owners: IntArray, num_ran
 
 
 def load_aware_global_selection(unsaved: IntArray, *, k: int, owners: IntArray, num_ranks: int) -> Selection:
-    """The (layer, expert) pairs with most unsaved tokens, K of every layer, and of a rank as many as of others.
+    """The (layer, expert) pairs with most unsaved tokens, K of every layer and as few of the busiest rank as possible.
 
     Loses 40 to 66 percent fewer tokens than sequential selection on a recorded routing trace; deviates from PEC's
     Algorithm 1 in that no layer chooses before another and every layer gets its K experts. A rank saves at most
-    ceil(L * K / ranks) of them, or more where a layer lacks experts of other ranks.
+    ceil(L * K / ranks) of them, or one, two, ... more, where the owners leave no other choice.
 
     Args: as `load_aware_selection`.
     """
@@ -178,15 +178,47 @@ def load_aware_global_selection(unsaved: IntArray, *, k: int, owners: IntArray, 
             saves[rank] += 1
             picks[layer].add(expert)
     ranking = np.argsort(-unsaved, axis=1, kind="stable").tolist()
-    for layer, row in enumerate(ranking):
-        left = [expert for expert in row if expert not in picks[layer]]
-        while len(picks[layer]) < k:  # the ranks of what is left have their share: one that saves fewest of them
-            loads = [saves[owners[layer, expert]] for expert in left]
-            expert = left.pop(loads.index(min(loads)))
-            saves[owners[layer, expert]] += 1
-            picks[layer].add(expert)
+    for layer in range(num_layers):
+        while len(picks[layer]) < k:
+            if not _pick_one_more(layer, picks, saves, ranking, owners, share):
+                share += 1  # no choice of experts keeps all ranks below
     chosen = (tuple(expert for expert in row if expert in own) for row, own in zip(ranking, picks, strict=True))
     return Selection(experts=tuple(chosen), num_experts=num_experts)
+
+
+def _pick_one_more(
+    layer: int, picks: list[set[int]], saves: list[int], ranking: list[list[int]], owners: IntArray, share: int
+) -> bool:
+    """Give a layer one more expert, so that no rank saves more than its share; False where that cannot be.
+
+    Where the ranks of the layer's other experts have enough to save, another layer passes one of its experts there over
+    for one elsewhere, and so on: the shortest such chain.
+    """
+    came_from: dict[int, tuple[int, int]] = {}  # rank -> the layer that wants an expert there, and which
+    gives_up: dict[int, int] = {layer: -1}  # layer -> the expert that it would pass over; -1: none
+    queue = [layer]
+    for wanting in queue:  # grows while it is walked
+        for expert in ranking[wanting]:
+            rank = int(owners[wanting, expert])
+            if expert in picks[wanting] or rank in came_from:
+                continue
+            came_from[rank] = wanting, expert
+            if saves[rank] < share:
+                saves[rank] += 1
+                while wanting != layer:
+                    picks[wanting].add(expert)
+                    given = gives_up[wanting]
+                    picks[wanting].remove(given)
+                    wanting, expert = came_from[int(owners[wanting, given])]
+                picks[layer].add(expert)
+                return True
+            for other, row in enumerate(ranking):
+                if other not in gives_up:
+                    given = next((x for x in reversed(row) if x in picks[other] and owners[other, x] == rank), -1)
+                    if given >= 0:
+                        gives_up[other] = given
+                        queue.append(other)
+    return False
 
 
 def persist_selection(snapshot: Selection, *, k: int, persisted_version: IntArray) -> Selection:

@@ -30,6 +30,7 @@ from moe_lightning.checkpoint.selection import (
 )
 from moe_lightning.checkpoint.snapshotter import Snapshotter
 from moe_lightning.errors import ConfigurationError
+from tests.unit.flows import max_flow
 
 
 def test_sequential_reproduces_the_papers_example() -> None:
@@ -101,10 +102,10 @@ def test_load_aware_selections_keep_their_limits(layers: int, ranks: int, per_ra
 
 @settings(deadline=None, max_examples=150)
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32 - 1), st.integers(1, 6))
-def test_every_layer_gets_its_experts_whoever_owns_them(
+def test_no_other_choice_of_k_experts_leaves_the_busiest_rank_less_to_save(
     layers: int, experts: int, ranks: int, seed: int, k: int
 ) -> None:
-    """Owners by chance, as after moves of experts."""
+    """Owners by chance, as after moves of experts; the least there can be by maximum flow."""
     rng = np.random.default_rng(seed)
     unsaved, owners = rng.integers(0, 20, (layers, experts)), rng.integers(0, ranks, (layers, experts))
     k = min(k, experts)
@@ -113,6 +114,18 @@ def test_every_layer_gets_its_experts_whoever_owns_them(
     assert (mask.sum(axis=1) == k).all()
     for layer, row in enumerate(chosen.experts):
         assert (np.diff(unsaved[layer, list(row)]) <= 0).all(), "most unsaved first"
+    busiest = int(np.bincount(owners[mask], minlength=ranks).max())
+    assert busiest <= -(-layers * k // ranks) or not _can_save(owners, k, ranks, busiest - 1)
+
+
+def _can_save(owners: np.ndarray, k: int, ranks: int, share: int) -> bool:
+    """Whether every layer can save K experts while no rank saves more than its share."""
+    edges: dict = {("source", ("layer", layer)): k for layer in range(len(owners))}
+    for (layer, expert), rank in np.ndenumerate(owners):
+        edges[("layer", layer), ("expert", layer, expert)] = 1
+        edges[("expert", layer, expert), ("rank", int(rank))] = 1
+    edges |= {(("rank", rank), "sink"): share for rank in range(ranks)}
+    return max_flow(edges, "source", "sink") == len(owners) * k
 
 
 @settings(deadline=None, max_examples=60)
