@@ -30,8 +30,8 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_regular
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-_PARTS = ("train", "test", "val", "dev", "eval")
-"""Beginnings of the names of folders that are parts of a data set rather than classes."""
+_PARTS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
+"""Names of folders that are parts of a data set rather than classes, where two stand together."""
 
 
 def pillow(module: str) -> Any:
@@ -127,10 +127,10 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
         raise ConfigurationError(
             f"{root} has {len(classes)} class folders, and a classifier needs two: put images into {root}/CLASS/"
         )
-    parts = {part for part in _PARTS if any(name.lower().startswith(part) for name in classes)}
+    parts = [name for name in classes if name.lower() in _PARTS]
     if root == path and len(parts) > 1:
         raise ConfigurationError(
-            f"{path} has the folders {', '.join(classes)}, which are parts of a data set and no classes: name the "
+            f"{path} has the folders {', '.join(parts)}, which are parts of a data set and no classes: name the "
             "folder of the training images train, and that of the images to validate on val"
         )
     found = _files(root, classes, classes)
