@@ -4,8 +4,8 @@ Every process group counts its collectives, and torch's flight recorder keeps th
 operation and sizes; this module adds the step and its phase. A thread of each rank reads the counts several times a
 second. Where nothing has changed for the limit, it publishes in the common store what this rank is doing. The first
 rank that does so writes the report, of all ranks, once all have published or some seconds have passed: the ranks that
-the others wait for have begun fewer collectives of some group, or have published nothing: such a rank is stopped, or
-native code holds its interpreter's lock. A timer that needs no interpreter then writes its stacks to its own output.
+the others wait for have begun fewer collectives of some group, or have published nothing. A rank of the same machine
+looks at the process of such a rank, which may be stopped, or hold the interpreter's lock.
 
 Ranks that are all slow at the same place (they fetch data, compile, validate) have equal counts: nothing is reported.
 Ranks with equal counts may wait in different collectives: torch's record shows the first one in which they differ.
@@ -25,8 +25,7 @@ import time
 import traceback
 from bisect import bisect
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -41,7 +40,7 @@ from moe_lightning.elastic.worker import write_to_terminal
 from moe_lightning.files import machine_folder
 from moe_lightning.parallel.context import LatestValues, World, common_store
 from moe_lightning.strategies import process_stacks
-from moe_lightning.strategies.process_stacks import place_of, relative
+from moe_lightning.strategies.process_stacks import Process, Seen, place_of, relative
 from moe_lightning.strategies.slow_ranks import Begun, SlowRank, SlowRankWatch, StepPhase
 from moe_lightning.user_errors import ALARMS
 
@@ -161,7 +160,6 @@ _APART = (
     "probably made on some of them only, or in another order"
 )
 
-_NO_SIGN = "gives no sign: its process is stopped, or busy in native code, whose stacks are in its own output"
 _NETWORK = "all ranks have come to it, so look at the network between them"
 
 
@@ -172,13 +170,13 @@ class Hang:
     Attributes:
         seconds: without a step.
         ranks: those that have published.
-        silent: the other ones.
+        silent: the processes of the other ones; None: nobody could look at it.
         is_late: the limit has passed several times.
     """
 
     seconds: float
     ranks: Mapping[int, Standstill]
-    silent: Collection[int] = ()
+    silent: Mapping[int, Seen | None] = field(default_factory=dict)
     is_late: bool = False
 
     @property
@@ -225,7 +223,10 @@ class Hang:
         if rank in self.ranks:
             stalled = self.ranks[rank]
             return stalled.place + "".join(f"; its loader's process {pid}: {at}" for pid, at in stalled.workers.items())
-        return _NO_SIGN
+        seen = self.silent[rank]
+        if seen is None:
+            return "gives no sign, and nobody on its machine answers"
+        return f"gives no sign, its process {seen.state}{': ' if seen.stacks else ''}{place_of(seen.frames)}"
 
     def text(self) -> str:
         """Return the report: the lines, then for each rank its collectives and stacks."""
@@ -234,6 +235,8 @@ class Hang:
             head = f"rank {rank} in step {stalled.step}, {stalled.phase}: {self._place(rank)}"
             calls = [f"  {'' if c.is_done else 'waits in '}{c}, step {c.step}, {c.phase}" for c in stalled.calls]
             blocks.append("\n".join([head, f"its last {len(calls)} collectives:", *calls, stalled.stacks]))
+        for rank, seen in sorted(self.silent.items()):
+            blocks.append(f"rank {rank}: {self._place(rank)}\n{seen.stacks if seen is not None else ''}")
         return "\n\n".join(blocks) + "\n"
 
 
@@ -303,16 +306,11 @@ class HangWatch:
             self._watch(watched, limit_s, ended, reports)
         except Exception as error:  # the world ended, and with it the keys
             logger.debug("the watch for hangs has ended: %s", error)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def _watch(self, watched: _Watched, limit_s: float, ended: threading.Event, reports: Path) -> None:
         clock, last, since, asked_at, is_done = ProcessClock(), None, 0.0, 0.0, False
-        _show_stacks_later(limit_s * _LATE_FACTOR)
         published_at: float | None = None
         while not ended.wait(min(_LOOK_S, limit_s / 5)):
-            if self._batches > 1:
-                _show_stacks_later(limit_s)
             self._look_for_slow_ranks(watched)
             now, state = clock.tick(), (self._batches, watched.counts())
             if state != last:
@@ -327,11 +325,13 @@ class HangWatch:
                 published_at = now
             if now - asked_at < min(_ASK_S, limit_s / 5):
                 continue
-            asked_at = now
+            asked_at, graces = now, (now - published_at) / _GRACE_S
+            if graces >= 1:
+                watched.look_beside()
             if is_done or not watched.is_reporter():
                 continue
             is_late = waited_s >= limit_s * _LATE_FACTOR
-            hang = watched.read(waited_s, has_waited=now - published_at >= _GRACE_S, is_late=is_late)
+            hang = watched.read(waited_s, graces=graces, is_late=is_late)
             if hang is None:
                 continue
             is_done = is_late or bool(hang.lines())
@@ -375,12 +375,6 @@ class HangWatch:
         )
 
 
-def _show_stacks_later(seconds: float) -> None:
-    """Write the stacks of this process to its output unless this is called again in time."""
-    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # an output that is no file
-        faulthandler.dump_traceback_later(seconds)
-
-
 def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
@@ -421,10 +415,12 @@ class _Sign(NamedTuple):
     """A rank as others see it in the store.
 
     Attributes:
+        process: that can be looked at.
         number: of the last standstill, from one.
         is_stalled: it has made no progress since.
     """
 
+    process: Mapping[str, Any] | None
     number: int
     is_stalled: bool
 
@@ -438,7 +434,7 @@ class _Watched:
     """
 
     def __init__(self, world: World, store: Store) -> None:
-        self._size, self._rank, self._store = world.size, world.rank, store
+        self._size, self._rank, self._store, self._beside = world.size, world.rank, store, world.node_peers
         self._values = LatestValues(store)
         self._watch = store.add(f"hang/watches/{world.rank}", 1)  # all ranks begin as often; the store outlives them
         between_stages = world.group("pp")  # which sends and receives: its ends count apart
@@ -450,9 +446,10 @@ class _Watched:
                 self._groups[name] = group
         self._names: dict[str, str] = {group.group_name: name for name, group in self._groups.items()}
         self.since_ns = time.time_ns()
-        process_stacks.show_stacks()  # of the workers of loaders
+        self.process = process_stacks.show_stacks()
         self._number = 0
         self._read: dict[tuple[int, int], Standstill] = {}
+        self._seen: set[int] = set()  # ranks that this one has looked at in this standstill
         self._sign(is_stalled=False)
         if world.rank == 0:
             self._store.set(self._key("reporter"), "")
@@ -488,6 +485,9 @@ class _Watched:
         """Publish that this rank has made progress; another one may report the next hang."""
         self._sign(is_stalled=False)
         self._read.clear()
+        for rank in self._seen:
+            self._store.set(self._key("seen", rank), "")
+        self._seen.clear()
         if self.is_reporter():
             self._store.set(self._key("reporter"), "")
 
@@ -495,25 +495,45 @@ class _Watched:
         """True if no rank has been in standstill for longer."""
         return self._store.compare_set(self._key("reporter"), "", str(self._rank)) == str(self._rank).encode()
 
-    def read(self, seconds: float, *, has_waited: bool, is_late: bool) -> Hang | None:
+    def look_beside(self) -> None:
+        """Look at the processes of this machine whose ranks have not published, on the first rank of it that has."""
+        signs = self._signs(self._beside)
+        stalled = [rank for rank, sign in signs.items() if sign.is_stalled]
+        if self._rank != min(stalled, default=None):
+            return
+        for rank in signs.keys() - {*stalled, *self._seen}:
+            process = signs[rank].process
+            if process is not None and self.process is not None and process["host"] == self.process.host:
+                seen = process_stacks.look_at(Process(**process))
+                self._store.set(self._key("seen", rank), json.dumps(asdict(seen)))
+                self._seen.add(rank)
+
+    def _signs(self, ranks: Sequence[int]) -> dict[int, _Sign]:
+        """Return the signs of those of these ranks that have given one."""
+        keys = {rank: self._key("sign", rank) for rank in ranks}
+        return {
+            rank: _Sign(*json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
+        }
+
+    def read(self, seconds: float, *, graces: float, is_late: bool) -> Hang | None:
         """Return the hang as the reporter sees it; None if ranks have made progress, or may still publish.
 
         Args:
-            has_waited: those that have not published will not.
+            graces: times that ranks have had to publish: after one those that have not will not, after two nobody
+                will look at their processes.
         """
-        signs = {
-            rank: _Sign(*json.loads(self._store.get(key)))
-            for rank in range(self._size)
-            if self._store.check([key := self._key("sign", rank)])
-        }
+        signs = self._signs(range(self._size))
         ranks: dict[int, Standstill] = {}
         for rank, sign in signs.items():
             if sign.is_stalled and (standstill := self._standstill(rank, sign.number)) is not None:
                 ranks[rank] = standstill
         others = set(range(self._size)) - ranks.keys()
-        if others and (not has_waited or (not is_late and any(signs[r].number for r in others & signs.keys()))):
+        if others and (graces < 1 or (not is_late and any(signs[r].number for r in others & signs.keys()))):
             return None
-        return Hang(seconds=seconds, ranks=ranks, silent=others, is_late=is_late)
+        seen = {rank: self._seen_of(rank) for rank in sorted(others)}
+        if None in seen.values() and graces < 2:
+            return None
+        return Hang(seconds=seconds, ranks=ranks, silent=seen, is_late=is_late)
 
     def _standstill(self, rank: int, number: int) -> Standstill | None:
         """Return a rank's standstill; None while a file system of the network does not show it."""
@@ -523,8 +543,15 @@ class _Watched:
                 self._read[rank, number] = Standstill(**values | {"calls": [Call(*call) for call in values["calls"]]})
         return self._read.get((rank, number))
 
+    def _seen_of(self, rank: int) -> Seen | None:
+        """Return what a rank of the same machine has seen of a silent one's process; None: nothing."""
+        key = self._key("seen", rank)
+        text = self._store.get(key) if self._store.check([key]) else b""
+        return Seen(**json.loads(text)) if text else None
+
     def _sign(self, *, is_stalled: bool) -> None:
-        self._store.set(self._key("sign", self._rank), json.dumps(_Sign(self._number, is_stalled)))
+        process = None if self.process is None else asdict(self.process)
+        self._store.set(self._key("sign", self._rank), json.dumps(_Sign(process, self._number, is_stalled)))
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, ("hang", self._watch, *parts)))

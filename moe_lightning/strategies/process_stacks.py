@@ -1,7 +1,8 @@
-"""Stacks of the processes that this one has forked, such as workers of data loaders, and places in them.
+"""Stacks of processes of this machine, also of those whose interpreter is busy or blocked.
 
-A process registers a signal at which faulthandler writes the stacks of all threads into anonymous memory. Forked
-children inherit both. Linux only: elsewhere no child shows its stacks.
+A process registers a signal at which faulthandler writes the stacks of all its threads into anonymous memory, without
+the interpreter's lock. Forked children, such as workers of data loaders, inherit both. Linux only: elsewhere there are
+no such processes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import sysconfig
 import time
@@ -19,6 +21,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from moe_lightning.elastic.protocol import boot_id
 
 _SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0
 _ANSWER_S, _QUIET_S = 1.0, 0.05
@@ -41,8 +45,25 @@ _LIBRARIES = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process that shows its stacks.
+
+    Attributes:
+        host: machine, boot and namespace of process ids.
+        pid: in that namespace.
+        started: time of its start, in ticks since the boot: a later process of the same id has another.
+        file: its descriptor of the memory that stacks are written to.
+    """
+
+    host: str
+    pid: int
+    started: int
+    file: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A child as seen from its parent.
+    """A process as seen from another one.
 
     Attributes:
         state: predicate of a sentence; "runs" where nothing keeps it from running.
@@ -63,18 +84,31 @@ class Seen:
         ]
 
 
-def show_stacks() -> None:
-    """Let this process see the stacks of the children that it forks from now on; not where the platform has no such
-    means, or the signal is used otherwise.
+def show_stacks() -> Process | None:
+    """Let other processes of this user see the stacks of this one and of the children that it forks from now on.
+
+    Returns:
+        This process; None where the platform has no such means, or the signal is used otherwise.
     """
-    is_free = sys.platform == "linux" and signal.getsignal(_SIGNAL) is signal.SIG_DFL
-    if is_free and os.getpid() not in _files:
+    if sys.platform != "linux":
+        return None
+    if (file := _files.get(os.getpid())) is None:
+        if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+            return None
         file = _files[os.getpid()] = os.memfd_create("stacks")
         faulthandler.register(_SIGNAL, file=file, all_threads=True)
+    return Process(host=_host(), pid=os.getpid(), started=_started(os.getpid()), file=file)
 
 
 _files: dict[int, int] = {}
 """Descriptor by process id: a forked child that is a rank itself shows stacks in memory of its own."""
+
+
+def look_at(process: Process) -> Seen:
+    """Return a process of this machine as it is now; takes a second where it does not answer."""
+    if _started(process.pid) != process.started:
+        return Seen(state=_ENDED)
+    return _look_at(process.pid, process.file)
 
 
 def look_at_children() -> dict[int, Seen]:
@@ -118,6 +152,17 @@ def _status(pid: int) -> dict[str, str]:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {}
+
+
+def _started(pid: int) -> int:
+    """Return the time of a process's start in ticks since the boot; -1 where there is none."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    return -1
+
+
+def _host() -> str:
+    return f"{socket.gethostname()} {boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def is_users(path: str) -> bool:
