@@ -166,4 +166,9 @@ def explained(error: Exception) -> Exception:
             "the module has parameters that the loss of a training_step does not depend on: if that is meant, use "
             "ExpertParallelStrategy(find_unused_parameters=True)"
         )
+    if "mixed torch.Tensor and DTensor" in text:
+        error.add_note(
+            "dense=fsdp and hsdp gather the weights of an element of a ModuleList while it is called: call it, not "
+            "its parts, and use its weights nowhere else, or use dense=zero1"
+        )
     return error

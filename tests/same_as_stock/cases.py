@@ -281,8 +281,7 @@ for _name, _kind in {
 }.items():  # fmt: skip
     fit(_name, _kind)
 fit("L-BFGS", m.Lbfgs)
-fit("manual optimization past Lightning", m.ManualRaw, ignored=("warnings",),
-    differs="a warning says what comes with steps that Lightning counts")  # fmt: skip
+fit("manual optimization past Lightning", m.ManualRaw)
 fit("a scheduler under accumulation", scheduled(frequency=2), options=lambda: {"accumulate_grad_batches": 2})
 fit("a plateau of frequent validations", scheduled(make=m.plateau, interval="epoch", monitor="val_loss"),
     options=lambda: {"val_check_interval": 2})  # fmt: skip

@@ -275,7 +275,7 @@ def test_micro_batches_count_as_one_step() -> None:
 
 def _reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
     class Fake:
-        world_size, lightning_module = 2, None
+        world_size, lightning_module = 2, torch.nn.Module()
 
         class strategy:  # noqa: N801
             root_device = torch.device("cpu")
