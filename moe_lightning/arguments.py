@@ -89,7 +89,9 @@ def _taken(hint: Any) -> dict[str, Any]:
         return {"choices": arguments}
     if origin is Annotated and callable(arguments[1]):
         return {"type": arguments[1]}
-    return {"type": hint if hint in (str, Path) else value(hint)}
+    if hint is Path:
+        return {"type": any_path}
+    return {"type": hint if hint is str else value(hint)}
 
 
 def value(hint: Any) -> Callable[[str], Any]:
@@ -112,9 +114,14 @@ def value(hint: Any) -> Callable[[str], Any]:
     return parsed
 
 
+def any_path(text: str) -> Path:
+    """A path with its tilde expanded, as argparse's `type`: most shells leave that of --name=~/path as it is."""
+    return Path(os.path.expanduser(text))
+
+
 def input_file(text: str) -> Path:
     """A file that can be read, as argparse's `type`."""
-    path = Path(os.path.expanduser(text))  # of --name=~/path, which most shells leave as it is
+    path = any_path(text)
     if not _is(os.path.isfile, path):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a file: give the path of one")
     if not os.access(path, os.R_OK):
@@ -124,7 +131,7 @@ def input_file(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """A file that can be written when the work is done, as argparse's `type`; it is opened for a moment."""
-    path = Path(os.path.expanduser(text))
+    path = any_path(text)
     is_new = not _is(os.path.lexists, path)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK))
@@ -140,7 +147,7 @@ def output_file(text: str) -> Path:
 
 def output_folder(text: str) -> Path:
     """A folder that is there or can be made, as argparse's `type`."""
-    path = Path(os.path.expanduser(text))
+    path = any_path(text)
     there = next(place for place in (path, *path.parents) if _is(os.path.lexists, place) or place == Path(place.root))
     if not text or not _is(os.path.isdir, there) or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(

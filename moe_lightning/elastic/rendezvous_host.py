@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from moe_lightning.arguments import Parser
+from moe_lightning.arguments import Parser, any_path
 from moe_lightning.config import validated
 from moe_lightning.elastic.membership import LOOPBACK
 from moe_lightning.elastic.protocol import Address, create_secret
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="python -m moe_lightning.elastic.rendezvous_host", description=__doc__)
     parser.add_argument("--bind", default=f"{LOOPBACK}:29510", metavar="HOST:PORT", help="port 0: any")
     parser.add_argument(
-        "--secret-file", type=Path, default=Path("moe-lightning.secret"), help="made where it is not there"
+        "--secret-file", type=any_path, default=Path("moe-lightning.secret"), help="made where it is not there"
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")

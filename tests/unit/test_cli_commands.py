@@ -19,9 +19,11 @@ from moe_lightning.cli.composition import with_quotes
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.train import objective_of, with_ranks
 from moe_lightning.elastic.launcher import RanksFailed
+from moe_lightning.elastic.run import ElasticRunOptions
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import in_columns
+from tests.options import options_of
 from tests.programs import exit_code, run_program, users_environment
 
 COMMANDS = {
@@ -182,6 +184,20 @@ def test_the_home_folder_is_found_behind_an_equals_sign(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/u")
     assert OverridesParser.create().parse_override(with_quotes(typed)).value() == value
+
+
+def test_options_that_are_paths_find_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = options_of(ElasticRunOptions, "--secret-file=~/secret", "--log-dir=~", "script.py")
+    assert (given.secret_file, given.log_dir) == (tmp_path / "secret", tmp_path)
+
+
+def test_the_secret_of_a_rendezvous_host_finds_the_home_folder(tmp_path: Path) -> None:
+    arguments = ("--bind", "nowhere", "--secret-file=~/secret")
+    environment = {**users_environment(), "HOME": str(tmp_path)}
+    program = "-m", "moe_lightning.elastic.rendezvous_host", *arguments
+    subprocess.run([sys.executable, *program], cwd=tmp_path, env=environment, timeout=120)
+    assert (tmp_path / "secret").exists()
 
 
 def test_options_of_advice_find_the_home_folder(
