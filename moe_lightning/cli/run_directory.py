@@ -56,6 +56,19 @@ class SavedStep:
         return self.step
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traces:
+    """What commands have left in a run directory before another one begins.
+
+    Attributes:
+        paths: its lock, and its logs with their folder.
+        command: content of `RunDirectory.command`; None without one.
+    """
+
+    paths: frozenset[Path]
+    command: bytes | None
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """`outputs/RUN_NAME` and what lies in it."""
@@ -217,12 +230,27 @@ class RunDirectory:
         earlier.rename(self.path)
         return True
 
-    def clear(self) -> None:
-        """Remove what commands have left that never trained; what loggers left may be another's."""
+    def traces(self) -> Traces:
+        """Return what a command must leave as it was if it is refused."""
+        paths = (self.lock, self.logs, *self.logs.rglob("*"))
+        command = self.command.read_bytes() if self.command.is_file() else None
+        return Traces(paths=frozenset(path for path in paths if path.exists()), command=command)
+
+    def clear(self, before: Traces) -> None:
+        """Remove what a refused command made that never trained; what loggers left may be another's.
+
+        Args:
+            before: traces of earlier commands, whose logs may be wanted; the folder may even be another's.
+        """
         if not self.holds_run():
-            shutil.rmtree(self.logs, ignore_errors=True)
-            self.lock.unlink(missing_ok=True)
+            for path in sorted(self.traces().paths - before.paths, reverse=True):  # files before their folder
+                if path.is_dir():
+                    path.rmdir()
+                else:
+                    path.unlink()
             remove_empty(self.path)
+        if before.command is not None:
+            self.command.write_bytes(before.command)
 
     def create(self) -> None:
         """Make the directory.

@@ -53,7 +53,7 @@ from moe_lightning.cli.dial import check_dial, dial_line, with_dial
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on
-from moe_lightning.cli.run_directory import RunDirectory, locked, remove_empty
+from moe_lightning.cli.run_directory import RunDirectory, Traces, locked, remove_empty
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.membership import ElasticSettings
@@ -565,6 +565,7 @@ def run_job(composed: DictConfig) -> float | None:
         _elastic_launcher(directory, config, elastic).check()
     _prepare(directory, config, is_first=False)  # what can be refused is refused before anything is written
     with ExitStack() as locks:
+        before = directory.traces()
         directory.create()
         party = config["elastic"]["rdzv_endpoint"] if elastic is not None else None
         is_first = locks.enter_context(locked(directory, party))
@@ -582,17 +583,20 @@ def run_job(composed: DictConfig) -> float | None:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 error.add_note(_outlook(directory, starts_over=config["resume"] is False))
-            _undo(directory, earlier, error, is_alone=party is None)
+            _undo(directory, before, earlier, error, is_alone=party is None)
             raise
         _print_next_steps(directory, config)
         return _objective(directory, config)
 
 
-def _undo(directory: RunDirectory, earlier: Path | None, error: BaseException, *, is_alone: bool) -> None:
-    """Leave the directory to the earlier run, or empty, where a command has ended before a step: neither that run nor
-    the correction of the command may suffer. Ranks can refuse until their first step, so nobody can check all before.
+def _undo(
+    directory: RunDirectory, before: Traces, earlier: Path | None, error: BaseException, *, is_alone: bool
+) -> None:
+    """Leave the directory as it was where a command has ended before a step: neither an earlier run nor the correction
+    of the command may suffer. Ranks can refuse until their first step, so nobody can check all before.
 
     Args:
+        before: what was there when the command began.
         earlier: where the run is that the command moved aside.
         error: that ended it.
         is_alone: no other machine is at work in the directory.
@@ -604,7 +608,7 @@ def _undo(directory: RunDirectory, earlier: Path | None, error: BaseException, *
         if (is_alone or is_refusal) and directory.put_back(earlier):
             print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
     elif is_alone and is_refusal:  # after a crash the logs of the ranks may be wanted
-        directory.clear()
+        directory.clear(before)
 
 
 def _objective(directory: RunDirectory, config: Mapping[str, Any]) -> float | None:

@@ -227,7 +227,7 @@ def test_a_refusal_of_the_ranks_leaves_the_earlier_run_where_it_was(folder: Path
     before = _outside_of_logs(outputs)
     checkpoint = outputs / "tiny" / "checkpoints" / "step-0000004.ckpt"
     saved, config = checkpoint.stat(), outputs / "tiny" / "config.yaml"
-    content = config.read_text()
+    content, command = config.read_text(), (outputs / "tiny" / "ranks" / "command.yaml").read_text()
     for resume in ("resume=false", "resume=true"):
         result = _fork(folder, "trainer.max_steps=6", "ranks=2", "resume_overrides=true", resume, mistake)
         assert result.returncode == 2, result.stderr
@@ -235,6 +235,7 @@ def test_a_refusal_of_the_ranks_leaves_the_earlier_run_where_it_was(folder: Path
         assert refused.startswith("moe-train: error: ")
         assert all(line.startswith("moe-train: the learning rate decays until step 6") for line in warned)
         assert _outside_of_logs(outputs) == before
+        assert (outputs / "tiny" / "ranks" / "command.yaml").read_text() == command
         assert os.path.samestat(checkpoint.stat(), saved)
         assert config.read_text() == content
     anew = _fork(folder, "trainer.max_steps=2", "ranks=1", "resume=false")
@@ -284,6 +285,20 @@ def test_a_refused_command_leaves_no_run(tmp_path: Path, mistake: str) -> None:
     result = _fork(tmp_path, "trainer.max_steps=2", "ranks=2", mistake)
     assert result.returncode == 2, result.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_refused_command_deletes_nothing_but_its_own(tmp_path: Path) -> None:
+    """The folder may be another's, and hold logs of a run that crashed before its first step."""
+    write_words(tmp_path, 500)
+    logs = tmp_path / "outputs" / "tiny" / "ranks"
+    (logs / "node").mkdir(parents=True)
+    contents = {"results.csv": "precious", "node/rank1.err": "Traceback", "command.yaml": "seed: 1\n"}
+    for name, content in contents.items():
+        (logs / name).write_text(content)
+    result = _fork(tmp_path, "trainer.max_steps=2", "ranks=1", REFUSED_BY_RANKS[0])
+    assert result.returncode == 2, result.stderr
+    assert {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("*") if path.is_file()} == contents
+    assert [*logs.parent.iterdir()] == [logs]
 
 
 @pytest.mark.slow
