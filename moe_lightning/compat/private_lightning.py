@@ -558,7 +558,7 @@ def watch_batch_ends(trainer: pl.Trainer, running: Callable[[], BatchEnd | None]
         vars(callback)[_HOOK] = _WatchedHook(own, part, running, is_last=part == len(callbacks) - 1)
 
     def on_batch_end() -> None:
-        if (end := running()) is not None:
+        if trainer.training and (end := running()) is not None:  # the batches of a validation end here as well
             end.reach(log, begins=True)
         type(connector).on_batch_end(connector)
 

@@ -149,6 +149,15 @@ def test_a_row_of_the_log_outlives_the_end_of_its_epoch(tmp_path: Path) -> None:
     assert logged_steps(tmp_path / "csv") == list(range(11))
 
 
+def test_a_fault_in_a_validation_logs_no_step_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kills": [Kill(worker=1, step=8, place="validation", visit=2)], "validate": True}
+    options["trainer_options"] = {"logger": CSVLogger(tmp_path / "csv", flush_logs_every_n_steps=1)}
+    with elastic_run(tmp_path, workers=2, steps=11, **options) as run:
+        run.supervise()
+        assert run.kills_done() == 1
+    assert logged_steps(tmp_path / "csv") == list(range(11))
+
+
 def assert_each_once(folder: Path, workers: int, steps: int, *, lost: int) -> None:
     """Every worker that was there throughout has ended every step once, and nobody has counted one twice."""
     for name in ("first", "collective", "last"):
