@@ -72,6 +72,16 @@ def resting_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         yield shards.get(parameter, parameter)
 
 
+def keep_freezing(unit: nn.Module) -> None:
+    """Freeze and unfreeze rows as a user does gathered values, which last until the end of a step only.
+
+    Args:
+        unit: that fully_shard was called on, before its first forward pass.
+    """
+    for parameter in _parameters_of(unit):
+        _keep_freezing(parameter)
+
+
 def gather_in(unit: nn.Module, dtype: torch.dtype, chosen: Callable[[Sequence[tuple[nn.Module, str]]], bool]) -> None:
     """Gather some float32 parameters of a unit in another dtype; their rows and gradients stay as they are.
 
@@ -111,6 +121,25 @@ def _gather_in(parameter: Any, dtype: torch.dtype) -> None:
         parameter.unsharded_param.grad_dtype = parameter.orig_dtype  # all gradients of a unit are summed together
 
     parameter.init_dtype_attrs, parameter.init_unsharded_param = init_dtype_attrs, init_unsharded_param
+
+
+def _keep_freezing(parameter: Any) -> None:
+    kind = type(parameter)
+    was_trained: bool | None = None  # when it was gathered
+
+    def to_unsharded() -> None:
+        nonlocal was_trained
+        kind.to_unsharded(parameter)
+        was_trained = parameter.sharded_param.requires_grad
+
+    def to_sharded() -> None:
+        nonlocal was_trained
+        if was_trained is not None and parameter.unsharded_param.requires_grad != was_trained:
+            parameter.sharded_param.requires_grad_(not was_trained)
+        was_trained = None
+        kind.to_sharded(parameter)
+
+    parameter.to_unsharded, parameter.to_sharded = to_unsharded, to_sharded
 
 
 def _undo_group(group: Any) -> None:

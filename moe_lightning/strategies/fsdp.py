@@ -28,6 +28,7 @@ from moe_lightning.compat.fsdp import (
     can_be_undone,
     end_backward,
     gather_in,
+    keep_freezing,
     sharded_modules,
     undo_fully_shard,
 )
@@ -71,6 +72,7 @@ def shard_dense(module: pl.LightningModule, experts: Collection[nn.Parameter], w
         _check_dtypes(unit, ignored)
         _make_contiguous(unit, ignored)
         fully_shard(unit, mesh=mesh, ignored_params=ignored)
+        keep_freezing(unit)
         if autocasts:
             gather_in(unit, torch.bfloat16, _are_of_linear)
     sharded = list(sharded_modules(module))

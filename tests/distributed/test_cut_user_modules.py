@@ -114,6 +114,16 @@ class FreezesInTurn(Blocks):
         return super().training_step(batch, batch_idx)
 
 
+class FreezesOnce(Blocks):
+    """In its step and for good; the head is unfrozen so."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx in (0, 2):
+            self.embed.requires_grad_(batch_idx == 0)
+            self.out.requires_grad_(batch_idx == 2)
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -125,6 +135,7 @@ class FreezesInTurn(Blocks):
         slow(DropsABuffer),
         slow(UsesAdagrad),
         FreezesInTurn,
+        FreezesOnce,
     ],
 )
 def test_it_trains_as_on_one_rank(module: type[pl.LightningModule]) -> None:

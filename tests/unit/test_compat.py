@@ -443,6 +443,7 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_fetcher",
         "_gather_in",
         "_is_reduced",
+        "_keep_freezing",
         "_leave_validation_out",
         "_let_clipping_call",
         "_owners_of",
