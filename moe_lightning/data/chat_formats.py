@@ -97,8 +97,9 @@ class MarkedTurns:
 class TemplatedTurns:
     """As the chat template of a Hugging Face tokenizer writes them.
 
-    An answer is what the template adds to the turns before it. An earlier answer that the template writes otherwise
-    once other turns follow (some drop reasoning) is not predicted.
+    An answer is what the template adds to the turns before it. Where that has no end, as with GLM, the token that opens
+    the next turn belongs to it: a model stops by that one. An earlier answer that the template writes otherwise once
+    other turns follow (some drop reasoning) is not predicted.
 
     Args:
         tokenizer: of transformers, with a chat template.
@@ -154,6 +155,10 @@ class TemplatedTurns:
             if whole.startswith(end) and end.startswith(start):
                 written += [(whole[at : len(start)], False), (whole[len(start) : len(end)], True)]
                 at = len(end)
+                opening = self._opening_behind(conversation.turns, index)
+                if whole.startswith(opening, at) or at == len(whole):
+                    written.append((opening, True))
+                    at += len(opening)
             elif index == learned[-1]:
                 raise ValueError(
                     "the chat template of the tokenizer writes the last answer otherwise than it asks for it, or "
@@ -168,7 +173,7 @@ class TemplatedTurns:
         Raises:
             ValueError: the template refuses a conversation of one question.
         """
-        return self._written(self._short).rpartition(_ANSWER)[2].strip()
+        return (_behind(self._written(self._short)).strip() or self._openings["user"]).strip()
 
     @cached_property
     def _short(self) -> Conversation:
@@ -177,6 +182,26 @@ class TemplatedTurns:
             self._written(_EXCHANGE)
             return _EXCHANGE
         return Conversation((Turn("system", "?"), *_EXCHANGE.turns))
+
+    def _opening_behind(self, turns: Sequence[Turn], index: int) -> str:
+        """Token that opens the turn behind an answer, or that would follow; empty where the answer has an end."""
+        follower = "tool" if turns[index].rest.get("tool_calls") else "user"
+        return self._openings.get(turns[index + 1].role if index + 1 < len(turns) else follower, "")
+
+    @cached_property
+    def _openings(self) -> dict[str, str]:
+        """Token that opens a turn behind an answer without an end, by role; empty where there is none."""
+        found = dict.fromkeys(("user", "tool"), "")
+        for role in found:
+            with suppress(ValueError):  # of a template without the role, or that refuses so short a conversation
+                longer = Conversation((*self._short.turns, Turn(role, "?")))
+                behind, text = (_behind(self._written(conversation)) for conversation in (self._short, longer))
+                text = text.removeprefix(behind)
+                space = text[: len(text) - len(text.lstrip())]
+                tokens = [token for token in self._tokenizer.get_added_vocab() if text.startswith(token, len(space))]
+                if tokens and not behind.strip():
+                    found[role] = space + max(tokens, key=len)
+        return found
 
     def prompt(self, turns: Sequence[Turn]) -> str:
         """The text that asks for the next answer.
@@ -227,6 +252,11 @@ class TemplatedTurns:
                 return written(as_text=True)
         except Exception as error:  # a template is a program of its own, and raises what it likes
             raise ValueError(f"the chat template of the tokenizer refuses it: {error}") from error
+
+
+def _behind(text: str) -> str:
+    """The text behind the answer of `_EXCHANGE`."""
+    return text.rpartition(_ANSWER)[2]
 
 
 def _on_one_day(template: Any) -> Any:

@@ -152,6 +152,51 @@ def test_a_template_that_writes_the_date_has_the_same_tokens_on_every_day(
     assert key(29) == key(30)
 
 
+# Answers have no end: the token of the next turn is their end.
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}{% if not loop.first %}{{ 'GAP' }}{% endif %}"
+    "<|{{ 'observation' if m['role'] == 'tool' else m['role'] }}|>{{ '\n' + (m['content'] or '') }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'GAP' }}<|assistant|>{{ '\n' }}{% endif %}"
+)
+ROLES = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+
+
+@pytest.mark.parametrize("gap", ["", "\n"])
+def test_an_answer_without_an_end_is_ended_by_the_token_of_the_next_turn(tmp_path: Path, gap: str) -> None:
+    path = tokenizer_folder(tmp_path, GLM.replace("GAP", gap), additional_special_tokens=ROLES)
+    written = chat_format(path, None)
+    asks, answers = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    returns = {"role": "tool", "content": "t"}
+
+    def learned(*messages: dict[str, Any]) -> list[str]:
+        encoded = encode(Conversation.of({"messages": list(messages)}), written, load_tokenizer(path))
+        places = encoded.places[encoded.is_predicted].tolist()
+        return "".join(encoded.text[start:end] for start, end in places).replace(gap or "?", "").split("|>")
+
+    assert learned(asks, answers) == ["c<|user", ""]
+    assert learned(asks, answers, asks, answers) == ["c<|user", "c<|user", ""]
+    assert learned(asks, calls, returns, answers) == ["f<|observation", "c<|user", ""]
+    assert learned(asks, calls) == ["f<|observation", ""]
+    assert learned(asks, answers, asks) == ["c<|user", ""]
+    assert learned(asks, {**answers, "weight": 0}, asks, answers) == ["c<|user", ""]
+    assert learned(asks, answers, {"role": "system", "content": "s"}, asks, answers) == ["cc<|user", ""]
+    assert written.end == "<|user|>"
+    end = InstructionData(path=tmp_path, tokenizer=path).end_of_text
+    assert end == Tokenizer.from_file(path).token_to_id("<|user|>")
+
+
+def test_an_answer_without_an_end_may_be_written_otherwise_as_the_last_turn(tmp_path: Path) -> None:
+    """As by templates that show only of the last answer what it thought."""
+    last = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] or '' }}"
+    template = GLM.replace("GAP", "").replace("'\n' + (m['content'] or '') }}", "'\n' }}" + last)
+    path = tokenizer_folder(tmp_path, template, additional_special_tokens=["[gMASK]", *ROLES])
+    written = chat_format(path, None)
+    assert written.end == "<|user|>"
+    assert written.pieces(said(*TURNS))[-1] == ("<|user|>", True)
+
+
 @pytest.mark.parametrize("has_end", [False, True])
 def test_a_template_without_an_end_is_warned_of_once(tmp_path: Path, has_end: bool) -> None:
     template = CHATML if has_end else CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "### ")
