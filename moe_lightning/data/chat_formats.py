@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_lightning.data.conversations import MARKED_ROLES, Conversation, Turn, exchange
+from moe_lightning.data.conversations import MARKED_ROLES, REASONING, Conversation, Turn, exchange
 from moe_lightning.data.tokenizer import BYTES, Tokenizer, errors_of_package
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import read_text
@@ -70,6 +70,10 @@ class MarkedTurns:
             raise ValueError(
                 f"it has {other}, and without a chat template there are only {', '.join(MARKED_ROLES)}: give the "
                 "tokenizer.json of a folder whose template has more"
+            )
+        if name := next((name for turn in conversation.turns for name in _reasoning(turn)), None):
+            raise ValueError(
+                f"it has {name}, and without a chat template there is only content: write it there, or remove it"
             )
 
     def pieces(self, conversation: Conversation) -> list[Piece]:
@@ -125,7 +129,7 @@ class TemplatedTurns:
         """
         whole = self._written(conversation)
 
-        def require_other(changed: Conversation, what: str) -> None:
+        def require_other(changed: Conversation, what: str, whole: str = whole) -> None:
             if self._written(changed) == whole:
                 raise ValueError(f"the chat template of the tokenizer leaves out {what}")
 
@@ -140,6 +144,12 @@ class TemplatedTurns:
                 rest = {name: value for name, value in turn.rest.items() if name != "tool_calls"}
                 other = replace(turn, content=content, rest=rest)
                 require_other(conversation.with_turn(index, other), "calls of tools")
+            if names := _reasoning(turn):
+                # As the last turn: many templates leave out what earlier answers have thought.
+                asked = replace(conversation, turns=conversation.turns[: index + 1])
+                rest = {name: value for name, value in turn.rest.items() if name not in names}
+                other = replace(turn, rest=rest)
+                require_other(asked.with_turn(index, other), f"{names[0]} of an answer", self._written(asked))
 
     def pieces(self, conversation: Conversation) -> list[Piece]:
         """The conversation in order.
@@ -252,6 +262,11 @@ class TemplatedTurns:
                 return written(as_text=True)
         except Exception as error:  # a template is a program of its own, and raises what it likes
             raise ValueError(f"the chat template of the tokenizer refuses it: {error}") from error
+
+
+def _reasoning(turn: Turn) -> list[str]:
+    """The keys of what an answer to learn thinks."""
+    return [name for name in REASONING if turn.is_learned and turn.rest.get(name)]
 
 
 def _behind(text: str) -> str:

@@ -22,6 +22,9 @@ from moe_lightning.config import shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_written, decoded, open_regular, read_bytes
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an answer for what it thinks."""
+
 MARKED_ROLES = ("system", "user", "assistant")
 """Roles that need no chat template."""
 
@@ -142,6 +145,8 @@ class Conversation:
         line = _present(line, "it")
         if name := next((name for name in ("messages", "conversations") if line.get(name)), None):
             turns = tuple(map(Turn.of, _list(line[name], name)))
+        elif name := next((name for name in ("history", *REASONING) if line.get(name)), None):
+            raise ValueError(f"it has {name} beside a single answer: write its turns as messages")
         elif "prompt" in line and "response" in line:
             turns = exchange(line["prompt"], line["response"])
         elif "instruction" in line and "output" in line:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from moe_lightning import ConfigurationError
 from moe_lightning.data.chat_formats import MarkedTurns, chat_format, encode
-from moe_lightning.data.conversations import Conversation
+from moe_lightning.data.conversations import Conversation, Turn
 from moe_lightning.data.instructions import InstructionData
 from moe_lightning.data.tokenizer import load_tokenizer
 from moe_lightning.moe.losses import IGNORED_TARGET
@@ -410,6 +410,17 @@ def test_reasoning_that_a_template_writes_is_learned(tmp_path: Path) -> None:
         written.check(reasoned(**keys))
         learned = [text for text, is_predicted in written.pieces(reasoned(**keys)) if is_predicted]
         assert learned == ["<think>two</think>a<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_that_is_not_written_is_refused(tmp_path: Path, name: str) -> None:
+    written = chat_format(tokenizer_folder(tmp_path, CHATML), None)
+    written.check(reasoned(**{name: ""}))
+    with pytest.raises(ValueError, match=f"leaves out {name} of an answer"):
+        written.check(reasoned(**{name: "two"}))
+    with pytest.raises(ValueError, match=f"it has {name}, and without a chat template there is only content: write it"):
+        MarkedTurns("\0").check(reasoned(**{name: "two"}))
+    MarkedTurns("\0").check(Conversation((*reasoned().turns, Turn("assistant", "b", False, {name: "two"}))))
 
 
 def test_a_file_that_changes_under_a_run_is_told(tmp_path: Path) -> None:

@@ -285,6 +285,11 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
             '{"prompt": "x", "response": "x", "tools": "f(x)"}',
             "tools='f.x.', which is no list: give a JSON array, or re",
         ),
+        (
+            '{"prompt": "x", "response": "x", "history": [["q", "a"]]}',
+            "it has history beside .*: write its turns as mess",
+        ),
+        ('{"instruction": "x", "output": "x", "thinking": "t"}', "it has thinking beside a single answer: write"),
         ('{"prompt": 1, "response": "x"}', "a turn has the content 1, which is not text"),
         ('{"prompt": null, "response": "x"}', "it has neither messages, conversations, prompt and response"),
         (
