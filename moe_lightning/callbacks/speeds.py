@@ -189,10 +189,13 @@ class SpeedFollower:
     def _agree(self) -> bool:
         """Follow what all ranks have measured, and return True if the speeds of experts change. Collective."""
         assert self._clock is not None
-        own = [self._rates.row_s.reading, self._rates.sample_s.reading, self._clock.dense_times()]
+        # The times of dense layers are those of the first steps, so they are sent once.
+        sends_dense = self._steps == 1 + _AGREE_EVERY
+        dense_s = self._clock.dense_times() if sends_dense else ()
+        own = [self._rates.row_s.reading, self._rates.sample_s.reading, dense_s]
         *rates, dense = zip(*all_gather_json(own, self._strategy.world), strict=True)
         experts, samples = ([Reading(*reading) for reading in of_ranks] for of_ranks in rates)
-        if self._steps > 1:  # the first steps are not timed
+        if sends_dense:
             self.dense_s = np.max(dense, axis=0).tolist()
         has_changed = self.experts.update(experts)
         if has_changed:

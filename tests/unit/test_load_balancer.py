@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from moe_lightning.balancing.cluster import Cluster, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
+from moe_lightning.balancing.forecast import AgreedSpeeds
 from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
+from moe_lightning.callbacks import speeds
 from moe_lightning.callbacks.load_balancer import balanced_ranks, min_replicas
-from moe_lightning.callbacks.speeds import SpeedFollower, SpeedPolicy
+from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
@@ -231,6 +233,24 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     foreign = BalancePlanner(BalancePolicy(), Cluster.of(2, 3), [uniform_placement(4, 2)], [COSTS])
     with pytest.raises(ConfigurationError, match="state is of 8 experts, but the model has 4: resume"):
         foreign.load_state_dict(state)
+
+
+def test_dense_times_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the first steps."""
+    sent: list[Any] = []
+    monkeypatch.setattr(speeds, "all_gather_json", lambda own, world: sent.append(own[2]) or [own, own])
+    follower = object.__new__(SpeedFollower)
+    follower._policy, follower._rates, follower._steps, follower.dense_s = SpeedPolicy(), OwnRates(), 0, []
+    follower._clock = SimpleNamespace(  # type: ignore[assignment]
+        end_step=lambda: None, rates=lambda: [(1.0, 1.0)], dense_times=lambda: ([1.0], [2.0])
+    )
+    follower._strategy = SimpleNamespace(world=None)  # type: ignore[assignment]
+    follower.experts, follower.samples = AgreedSpeeds([0, 0], None), AgreedSpeeds([0, 0], None)
+    follower._slow_for = np.zeros(2, dtype=np.int64)
+    agreed = [(step, follower.dense_s) for step in range(1, 40) if follower.end_step() or follower.dense_s]
+    assert agreed == [(9, [[1.0], [2.0]])]
+    assert len(sent) == 5
+    assert [each for each in sent if each] == [([1.0], [2.0])]
 
 
 def test_each_rank_that_stays_slow_is_asked_to_leave_in_turn() -> None:
