@@ -31,7 +31,13 @@ from moe_lightning.balancing.cost_model import (
     share_under_experts,
 )
 from moe_lightning.balancing.forecast import LoadForecast, ReplanRule
-from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES, PlacementPolicy, replan_placement
+from moe_lightning.balancing.rules import (
+    ONE_NODE_RULES,
+    PLACEMENT_RULES,
+    SHADOW_POLICIES,
+    PlacementPolicy,
+    replan_placement,
+)
 from moe_lightning.balancing.shadow_search import no_shadows, predict_plan, search_shadows
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
 from moe_lightning.dispatch.placement import Placement
@@ -159,7 +165,7 @@ class BalancePolicy:
         shadows: a name in `rules.SHADOW_POLICIES`; "none" plans none.
 
     Raises:
-        ConfigurationError: a value outside its range, an unknown name, or a rule that leaves experts on one node.
+        ConfigurationError: a value outside its range or an unknown name.
     """
 
     rebalance_every: NonNegativeInt = 200
@@ -173,10 +179,17 @@ class BalancePolicy:
             raise ConfigurationError(f"shadows={self.shadows!r} is unknown: use one of {list(SHADOW_POLICIES)}")
         if self.placement_rule != "auto":
             PLACEMENT_RULES.find(self.placement_rule, "placement_rule")
-        if self.placement_rule in ("plain", "compact") and self.rebalance_every and self.min_replicas > 1:
+
+    def require_protection(self) -> None:
+        """
+        Raises:
+            ConfigurationError: the rule leaves experts on one node, and more are asked for.
+        """
+        if self.placement_rule in ONE_NODE_RULES and self.rebalance_every and self.min_replicas > 1:
             raise ConfigurationError(
                 f"placement_rule={self.placement_rule} leaves experts on one node, and min_replicas="
-                f"{self.min_replicas} asks for more: use packed or auto, or min_replicas=1"
+                f"{self.min_replicas} asks for more: use packed or auto, or the same min_replicas=1 in LoadBalancer "
+                "and FaultRecovery"
             )
 
     def candidates(self, cluster: Cluster, num_experts: int) -> list[PlacementPolicy]:

@@ -111,6 +111,9 @@ PLACEMENT_RULES: Registry[PlacementRule] = Registry(
 """Placement rules by name, those of packages too: "packed" is balance first, "mro+" survival first, and "plain" every
 expert once, without its load."""
 
+ONE_NODE_RULES = ("plain", "compact")
+"""Rules that leave experts on one node."""
+
 
 def placed_by(rule: PlacementRule, load: IntArray, cluster: Cluster, min_replicas: int) -> Placement:
     """A layer's placement by a rule.

@@ -316,6 +316,8 @@ class LoadBalancer(ExpertParallelCallback):
             strategy.require_shadows_possible()
         cluster = balanced_ranks(strategy)
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
+        if strategy.worlds.is_elastic or len(set(strategy.world.nodes)) > 1:  # on one node no rule protects more
+            policy.require_protection()
         self._numbers, self._num_layers = stages.numbers, len(stages.layers)
         numbered = dict(zip(self._numbers, layers, strict=True))
         costs = self._costs.begin(numbered, strategy.world.stage, strategy.shadow_dtype)

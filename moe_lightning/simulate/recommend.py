@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from moe_lightning.balancing.cluster import affordable_replicas
+from moe_lightning.balancing.rules import ONE_NODE_RULES
 from moe_lightning.checkpoint.protection import choose_protection
 from moe_lightning.checkpoint.schedule import adapt
 from moe_lightning.config import build_config
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.mesh_search import ROOM, MeshAdvice, search_mesh
@@ -123,13 +125,20 @@ def recommend(
         fixed_mesh: parts of the mesh that stay, while the others are searched; None: it is that of the scenario.
 
     Raises:
-        ConfigurationError: a model that does not fit the cluster.
+        ConfigurationError: a model that does not fit the cluster, or a rule that does not place the fixed replicas.
     """
     fixed = fixed or {}
     meshes = None if fixed_mesh is None else search_mesh(scenario, fixed_mesh)
     if meshes is not None:
         scenario = replace(scenario, mesh=meshes.mesh)
     several = min(simultaneous + 1, scenario.num_nodes)
+    if scenario.policy.placement in ONE_NODE_RULES:
+        several = 1
+        if fixed.get("min_replicas", 1) > 1:
+            raise ConfigurationError(
+                f"policy.placement={scenario.policy.placement} leaves experts on one node, and policy.min_replicas="
+                f"{fixed['min_replicas']} asks for more: use packed, or min_replicas=1"
+            )
     wanted = [scenario.policy.min_replicas] if "min_replicas" in fixed else sorted({1, several})
     candidates = [_candidate(scenario, simultaneous, fixed, replicas) for replicas in wanted]
     policy, report, lossless = candidates[-1]

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
@@ -136,6 +137,18 @@ def test_moe_train_accepts_what_is_recommended(
     saving = callbacks["partial_experts_checkpoint"]
     assert saving["lossless"] or saving["k_persist"] <= saving["k_snapshot"]
     assert config["data"]["global_batch_size"] == (64 if extra else 32)
+
+
+def test_a_rule_of_one_node_is_recommended_with_one_replica(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The balancer refuses to promise more."""
+    path = tmp_path / "recipes" / "advised.yaml"
+    given = ["policy.placement=compact", "policy.slots=2", "policy.rebalance_every=100", f"recipe={path}"]
+    assert main(["recommend", *FAST, *given]) == 0
+    callbacks = yaml.safe_load(path.read_text())["callbacks"]
+    assert callbacks["load_balancer"]["placement_rule"] == "compact"
+    assert callbacks["load_balancer"]["min_replicas"] == callbacks["fault_recovery"]["min_replicas"] == 1
+    assert main(["recommend", *FAST, *given, "policy.min_replicas=2"]) == 2
+    assert "policy.placement=compact leaves experts on one node" in capsys.readouterr().err
 
 
 def test_a_mesh_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

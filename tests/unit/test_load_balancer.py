@@ -99,9 +99,12 @@ def test_no_placement_takes_experts_from_nodes_that_recovery_relies_on(hot: int,
 
 @pytest.mark.parametrize("rule", ["plain", "compact"])
 def test_a_rule_that_leaves_experts_on_one_node_protects_none(rule: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"placement_rule={rule} leaves experts on one node"):
-        BalancePolicy(placement_rule=rule, min_replicas=2)
-    BalancePolicy(placement_rule=rule, min_replicas=2, rebalance_every=0)
+    with pytest.raises(
+        ConfigurationError, match=f"placement_rule={rule} leaves .* min_replicas=1 in LoadBalancer and F"
+    ):
+        BalancePolicy(placement_rule=rule, min_replicas=2).require_protection()
+    BalancePolicy(placement_rule=rule, min_replicas=2, rebalance_every=0).require_protection()
+    BalancePolicy(placement_rule=rule, min_replicas=1).require_protection()
 
 
 def test_lost_protection_is_restored_though_nobody_is_busier() -> None:
