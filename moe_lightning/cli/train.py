@@ -743,7 +743,10 @@ def _finished(directory: RunDirectory, config: Mapping[str, Any]) -> str:
     # Under manual optimization a batch may have several steps, and the last one passes the limit.
     if max_steps < last.step and max_steps != ((former or {}).get("trainer") or {}).get("max_steps"):
         raise ConfigurationError(f"{head}, and trainer.max_steps={max_steps} asks for fewer: {cure}")
-    check_changes(changes(former, config) if former else [], overrides=False)
+    found = changes(former, config) if former else []
+    check_changes(found, overrides=config["resume_overrides"])
+    if any(change.is_on_request for change in found):  # else a search would take its metrics for those of the command
+        raise ConfigurationError(f"{head}, and has none left for other settings{effect(found)}: {cure}")
     return f"{head}: {cure}, or measure it with task=validate"
 
 

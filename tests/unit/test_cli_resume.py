@@ -348,14 +348,16 @@ def test_a_finished_run_is_not_one_of_other_settings(tmp_path: Path) -> None:
     """Else a search would take its metrics for those of the command."""
     run = _run(tmp_path / "run", began=True)
     former = {"run_dir": str(run.path), "resume": True, "task": "train", "optimizer": {"lr": 1e-3}}
-    given = {**former, "trainer": {"max_steps": 4}}
+    given = {**former, "resume_overrides": False, "trainer": {"max_steps": 4}}
     run.config.write_text(yaml.safe_dump(former))
     assert train._finished(run, given)
     with pytest.raises(ConfigurationError, match=r"trained with other settings: optimizer.lr 0.001 -> 0.1"):
         train._finished(run, {**given, "optimizer": {"lr": 1e-1}})
+    with pytest.raises(ConfigurationError, match=r"none left for other settings; changed: optimizer.lr 0.001 -> 0.1"):
+        train._finished(run, {**given, "optimizer": {"lr": 1e-1}, "resume_overrides": True})
     with pytest.raises(ConfigurationError, match=r"4 steps, and trainer.max_steps=3 asks for fewer: give this run"):
         train._finished(run, {**given, "trainer": {"max_steps": 3}})
-    passed = {**former, "trainer": {"max_steps": 3}}  # by the second optimizer of a batch
+    passed = {**former, "resume_overrides": False, "trainer": {"max_steps": 3}}  # by the second optimizer of a batch
     run.config.write_text(yaml.safe_dump(passed))
     assert "has finished its 4 steps: give" in train._finished(run, passed)
 
