@@ -472,8 +472,8 @@ def _run_hydra(arguments: Sequence[str]) -> list[tuple[Path, str]]:
                 raise
             return None  # Hydra would print a note of its own
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises, and does not print and exit
     with ExitStack() as contexts:
+        contexts.enter_context(_full_errors())
         contexts.enter_context(_own_failures(failures))
         contexts.enter_context(composition_errors(arguments))
         if options.multirun:
@@ -494,6 +494,19 @@ def _run_hydra(arguments: Sequence[str]) -> list[tuple[Path, str]]:
     if failures and not options.multirun:  # a sweeper that has not raised them allows for some
         raise failures[0]
     return jobs
+
+
+@contextmanager
+def _full_errors() -> Iterator[None]:
+    """Let Hydra raise inside, in place of printing and exiting; the program that calls finds its environment again."""
+    former = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+        if former is not None:
+            os.environ["HYDRA_FULL_ERROR"] = former
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -73,7 +74,9 @@ def test_dictionaries_are_keys_and_objects_are_refused() -> None:
 
 def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     run = moe_lightning.train("quickstart", run_name="mine", **TINY)
+    assert "HYDRA_FULL_ERROR" not in os.environ
     assert run.directory == tmp_path / "outputs" / "mine"
     assert run.metrics["val/loss"] > 0
     assert list(run.directory.glob("wandb/offline-run-*"))
@@ -82,6 +85,7 @@ def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: py
         moe_lightning.train("quickstart", run_name="mine", **{**TINY, "seed": 7})
     with pytest.raises(ConfigurationError, match="max_stepz"):
         moe_lightning.train("quickstart", trainer={"max_stepz": 3})
+    assert "HYDRA_FULL_ERROR" not in os.environ
 
 
 def test_every_job_of_a_multirun_has_a_wandb_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
