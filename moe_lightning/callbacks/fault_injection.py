@@ -257,7 +257,9 @@ def kill(pids: Iterable[int]) -> None:
 def stop_self(seconds: float) -> None:
     """SIGSTOP to this process; a shell continues it after a while."""
     command = f"sleep {seconds}; kill -CONT {os.getpid()} 2> /dev/null"
-    subprocess.Popen(["sh", "-c", command], start_new_session=True)
+    subprocess.Popen(  # outlives a rank that is killed meanwhile: readers of its output must not wait for it
+        ["sh", "-c", command], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

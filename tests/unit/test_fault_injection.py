@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import stat
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,20 @@ SLEEPER = ("-I", "-S", "-c", "import time; time.sleep(60)")
 
 def test_a_stopped_process_is_continued() -> None:
     assert run_ranks(1, seconds_stopped)[0] >= 0.3
+
+
+def test_what_continues_a_stopped_process_does_not_keep_its_output_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **options: started.append(popen(*a, **options)))
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    fault_injection.stop_self(60.0)
+    monkeypatch.undo()
+    [shell] = started
+    outputs = [os.readlink(f"/proc/{shell.pid}/fd/{n}") for n in (1, 2)]
+    os.killpg(shell.pid, signal.SIGKILL)
+    shell.wait(30)
+    assert outputs == [os.devnull] * 2
 
 
 def test_space_is_taken_and_given_back(tmp_path: Path) -> None:
