@@ -284,7 +284,7 @@ class HangWatch:
             return
         watched = _Watched(world, store)
         if world.shape.pp == 1:
-            self._slow = SlowRankWatch(world.rank, world.size, store, str(world.generation))
+            self._slow = SlowRankWatch(world.rank, world.size, store, str(watched.number))
         arguments = watched, self._limit_s, self._ended, machine_folder(folder) / "hangs"
         self._thread = threading.Thread(target=self._run, args=arguments, name="hang-watch", daemon=True)
         self._thread.start()
@@ -436,7 +436,7 @@ class _Watched:
     def __init__(self, world: World, store: Store) -> None:
         self._size, self._rank, self._store, self._beside = world.size, world.rank, store, world.node_peers
         self._values = LatestValues(store)
-        self._watch = store.add(f"hang/watches/{world.rank}", 1)  # all ranks begin as often; the store outlives them
+        self.number = store.add(f"hang/watches/{world.rank}", 1)  # all ranks begin as often; the store outlives them
         between_stages = world.group("pp")  # which sends and receives: its ends count apart
         self._groups: dict[str, ProcessGroup] = {}
         for group in world.all_groups:
@@ -554,4 +554,4 @@ class _Watched:
         self._store.set(self._key("sign", self._rank), json.dumps(_Sign(process, self._number, is_stalled)))
 
     def _key(self, *parts: object) -> str:
-        return "/".join(map(str, ("hang", self._watch, *parts)))
+        return "/".join(map(str, ("hang", self.number, *parts)))

@@ -277,7 +277,7 @@ class SlowRankWatch:
     Args:
         rank, size: of this process's world.
         store: of torch's default group.
-        name: of the world, in keys of the store.
+        name: of this comparison in keys of the store, which may keep those of an earlier one.
 
     Attributes:
         last: the last comparison, on the first rank.

@@ -431,6 +431,21 @@ def test_a_neighbour_on_the_core_is_named() -> None:
     assert "other processes take its CPU, for which it waits" in line
 
 
+def keys_of_two_fits(rank: int, world_size: int) -> list[str]:
+    found = []
+    for _ in range(2):
+        trainer = make_trainer(rank, world_size, {}, max_steps=1)
+        trainer.fit(OwnModule(), DataLoader(RandomTokens(12), batch_size=12))
+        found.append(trainer.strategy._hangs._slow._key("asked"))  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_second_fit_reads_nothing_of_the_first_one() -> None:
+    first, second = run_ranks(2, keys_of_two_fits)
+    assert first == second, "ranks share keys"
+    assert len(set(first)) == 2
+
+
 def test_a_rank_that_is_left_alone_has_no_slowest_one(tmp_path: Path) -> None:
     watch: Any = HangWatch(60.0)
     watch._slow = SlowRankWatch(0, 2, HashStore())
