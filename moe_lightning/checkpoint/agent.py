@@ -264,7 +264,7 @@ class Agent:
 
     def run(self, *, poll_s: float = 0.02, grace_s: float = 30.0) -> int:
         """Serve until a session asks to stop, or until the workers have been gone for the grace period; then persist
-        what waits. There is no grace period where the arenas were deleted, as new workers would not find them.
+        what waits. Arenas that are deleted end it at once.
 
         Args:
             poll_s: pause between two looks at the arenas.
@@ -283,8 +283,9 @@ class Agent:
             if any(arena.writer_alive for arena in self._arenas.values()):
                 alive_at = now
             is_stopping = (self.arenas_path / STOP).exists()
-            has_grace = _is_at(self.arenas_path, served) and not self._ends_with_workers
-            gone = now - alive_at > (grace_s if has_grace else 0.0)
+            gone = now - alive_at > (0.0 if self._ends_with_workers else grace_s)
+            if not _is_at(self.arenas_path, served):
+                return self._leave()  # somebody took the node's snapshots away
             if (is_stopping or gone) and not busy and (self._backoff.failures >= _LAST_ATTEMPTS or not self._pending()):
                 return self._leave()
             if not busy and (is_stopping or not self.verify_carried()):
@@ -334,8 +335,7 @@ class Agent:
 
     def _find_arenas(self) -> None:
         for path, arena in list(self._arenas.items()):
-            # Of a file that was deleted the mapping is still there.
-            if arena.replaced and (path.exists() or not (arena.writer_alive or has_work(arena))):
+            if arena.replaced:
                 arena.close()
                 del self._arenas[path]
         for path in sorted(self.arenas_path.glob(ARENAS)):

@@ -153,25 +153,25 @@ class AgentHandle:
         self.ensure()
 
     def ensure(self) -> None:
-        """Start an agent where none serves, with a warning if the one that was started here has failed. Where the
-        arenas were deleted, only an agent that has opened them can go on with them.
+        """Start an agent where none serves, with a warning if the one that was started here has failed. Where
+        the arenas were deleted this instant, the next save makes them anew.
         """
-        if not self._arenas.is_dir():
-            how = "those of a running training are still written" if self.runs else "no checkpoint is written any more"
-            logger.warning("%s: %s", deletion_of(self._arenas), how)
-        elif not self.runs:
+        if not self.runs and self._arenas.is_dir():
             if self._process is not None and (code := self._process.poll()):
                 message = "the agent of %s has failed (exit code %d): another one is started; see %s there"
                 logger.warning(message, self._arenas, code, LOG)
             self._process = start_agent(self._arenas, self._root, **self._options)
 
+    def wait_for_end(self) -> None:
+        """Wait, but not for long, until the agent that was started here has left, where its directory was deleted."""
+        deadline = time.monotonic() + LEAVE_S
+        while self._has_own and not agent_alive(self._arenas) and time.monotonic() <= deadline:
+            time.sleep(_POLL_S)
+
     @property
     def runs(self) -> bool:
-        """True if an agent serves these arenas, or may: one that was started here may still be importing, and one that
-        was found at work goes on with arenas that were deleted.
-        """
-        was_found = self._process is None
-        return self._serves or (was_found and not self._arenas.is_dir())
+        """True if an agent serves these arenas; one that was started here may still be importing."""
+        return self._has_own or agent_alive(self._arenas)
 
     def leave(self, timeout_s: float) -> None:
         """Let the agent persist what waits and exit, whoever started it, and wait until it has.
@@ -181,10 +181,6 @@ class AgentHandle:
         """
         if not self._stop(timeout_s):
             raise CheckpointError(f"the agent of {self._arenas} has not left within {timeout_s:.0f} s: see {LOG} there")
-
-    @property
-    def _serves(self) -> bool:
-        return self._has_own or agent_alive(self._arenas)
 
     @property
     def _has_own(self) -> bool:
@@ -200,17 +196,9 @@ class AgentHandle:
         """Ask the agent to exit, and return True once it has, False if it has not in time."""
         request_stop(self._arenas)
         deadline = time.monotonic() + timeout_s
-        while (serves := self._serves) and time.monotonic() <= deadline:
+        while (runs := self.runs) and time.monotonic() <= deadline:
             time.sleep(_POLL_S)
-        return not serves
-
-
-def deletion_of(arenas: Path) -> str:
-    """Return the reason why the directory of arenas is gone, and how to keep it."""
-    return (
-        f"the snapshots in {arenas} were deleted, as systemd does when a user logs out (set RemoveIPC=no in "
-        "logind.conf, or run loginctl enable-linger)"
-    )
+        return not runs
 
 
 def start_agent(arenas: Path, root: Place, **options: float) -> subprocess.Popen[bytes]:

@@ -424,6 +424,9 @@ class Arena:
             CheckpointError: another writer holds it.
         """
         self.path = path
+        self._open(hold_alive=hold_alive)
+
+    def _open(self, *, hold_alive: bool) -> None:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self.path, flags)
         self._alive_fd = os.open(_alive_path(self.path), flags | os.O_CREAT, 0o600)
@@ -499,6 +502,20 @@ class Arena:
         arena = cls(path, hold_alive=True)
         arena._populate()
         return arena
+
+    def renew(self) -> None:
+        """Reserve the arena anew where its file was deleted; the new one holds no snapshots.
+
+        Raises:
+            ConfigurationError: the file system has no room.
+        """
+        capacity, table_bytes = self.capacity, self.table_bytes
+        self.close()
+        del self._map, self.memory  # before the new one takes as much
+        _make_private(self.path.parent)
+        self._make_file(self.path, capacity, table_bytes)
+        self._open(hold_alive=True)
+        self._populate()
 
     @staticmethod
     def _make_file(path: Path, capacity: Mapping[int, int], table_bytes: int) -> None:

@@ -6,6 +6,7 @@ times.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import socket
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lightning.arrays import IntArray
-from moe_lightning.checkpoint.agent_handle import LEAVE_S, AgentHandle, AgentStatus, deletion_of, read_status
+from moe_lightning.checkpoint.agent_handle import LEAVE_S, AgentHandle, AgentStatus, read_status
 from moe_lightning.checkpoint.agreement import Agreement
 from moe_lightning.checkpoint.arena import (
     ARENAS,
@@ -51,6 +52,8 @@ from moe_lightning.parallel.context import World
 _LEAST_OBJECT_BYTES = 1 << 20
 _OBJECT_GROWTH = 4
 """An object may grow to so many times the size that the largest one has when a session opens."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +192,8 @@ class CheckpointSession:
             objects: this rank's objects by key, readable with weights_only.
             full: save every expert, as the first checkpoint of a session does in any case.
         """
+        if self._snapshotter.arena.replaced:
+            self._renew()
         chosen = self.contents.begin(step, checkpoint_ledger, full=full)
         objects = dict(objects)
         if checkpoint_ledger is not None and self._world.rank == 0:
@@ -208,6 +213,15 @@ class CheckpointSession:
         self._has_saved = True
         if self._opening.agent is not None:
             self._opening.agent.ensure()
+
+    def _renew(self) -> None:
+        """Reserve this rank's memory anew where it was deleted; the next snapshot copies everything."""
+        if self._opening.agent is not None:
+            logger.warning("%s: snapshots go on in new memory", _deletion_of(self._opening.arenas))
+            self._opening.agent.wait_for_end()
+        self._snapshotter.renew()
+        if self._protector is not None:
+            self._protector.renew()
 
     @property
     def windows(self) -> CopyWindows | None:
@@ -336,7 +350,7 @@ class CheckpointSession:
             if time.monotonic() > deadline or gone:
                 reason = status.error or ("its process has ended" if gone else "it did not answer")
                 if not self._opening.arenas.is_dir():
-                    reason = deletion_of(self._opening.arenas)
+                    reason = _deletion_of(self._opening.arenas)
                 before = status.committed_step
                 last = "there is no whole one" if before is None else f"the last whole one is step {before}"
                 waited = f"{time.monotonic() - began:.1f} s"
@@ -354,6 +368,13 @@ class CheckpointSession:
             if self._opening.arenas.is_dir() and not any(self._opening.arenas.glob(ARENAS)):
                 shutil.rmtree(self._opening.arenas)
         return status
+
+
+def _deletion_of(arenas: Path) -> str:
+    return (
+        f"files of {arenas} were deleted, as systemd does when a user logs out (set RemoveIPC=no in logind.conf, or "
+        "run loginctl enable-linger)"
+    )
 
 
 def _agree(world: World, place: SavingPlace, settings: CheckpointSettings, needed_bytes: int) -> Opening:

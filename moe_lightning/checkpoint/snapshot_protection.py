@@ -231,6 +231,17 @@ class Protector:
             raise RuntimeError(f"a snapshot could not be protected: {failure}") from failure
         return self._report
 
+    def renew(self) -> None:
+        """Reserve the files anew where they were deleted; they protect nothing until the next snapshot. Local.
+
+        Raises:
+            RuntimeError: the version that was begun could not be published.
+        """
+        self.finish()
+        self._packed, self._prepared = torch.empty(0, dtype=torch.uint8), None
+        for file in self._all_files():
+            file.arena.renew()
+
     def close(self) -> None:
         """Close the files, which stay for recovery; a running exchange ends, or fails with its connections."""
         with contextlib.suppress(RuntimeError):

@@ -480,6 +480,12 @@ class Snapshotter:
         self._raise_failure()
         return self.report
 
+    def renew(self) -> None:
+        """Reserve the arena anew where it was deleted; the next snapshot copies everything."""
+        self.give_up()
+        self.arena.renew()
+        self._newest = None
+
     @property
     def newest_step(self) -> int | None:
         """Step of the last published snapshot; None before the first."""

@@ -459,8 +459,8 @@ def test_an_agent_whose_snapshots_are_taken_away_leaves(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.01)
     shutil.rmtree(made.arenas)
-    made.close()
     process.wait(timeout=60)
+    made.close()
     assert main(["--arenas", str(made.arenas), "--checkpoints", str(made.root)]) == 0
 
 

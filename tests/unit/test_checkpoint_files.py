@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import re
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import commit, files, session
-from moe_lightning.checkpoint.agent_handle import AgentHandle, AgentStatus
+from moe_lightning.checkpoint.agent_handle import LOCK, AgentHandle, AgentStatus
 from moe_lightning.checkpoint.commit import dump_object
 from moe_lightning.checkpoint.files import check_file, load_plain, load_trusted, read_file, write_file
 from moe_lightning.checkpoint.session import CheckpointSession, Opening
@@ -180,6 +181,16 @@ def test_a_checkpoint_of_step_0_is_committed_like_others() -> None:
     assert not CheckpointSession._has_committed(own, 1)
 
 
+def test_an_agent_that_serves_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One arena was deleted, but not the directory."""
+    handle = AgentHandle(tmp_path, tmp_path)
+    monkeypatch.setattr(handle, "_process", SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr("moe_lightning.checkpoint.agent_handle.time.sleep", lambda _: pytest.fail("it waits"))
+    with (tmp_path / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        handle.wait_for_end()
+
+
 def test_an_agent_that_was_killed_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     handle = AgentHandle(tmp_path, tmp_path)
     for _ in range(2):
@@ -191,17 +202,10 @@ def test_an_agent_that_was_killed_is_replaced_with_a_warning(tmp_path: Path, cap
     assert f"the agent of {tmp_path} has failed (exit code -9): another one is started" in caplog.text
 
 
-def test_no_agent_is_started_where_the_snapshots_were_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    arenas = tmp_path / "arenas"
-    handle = AgentHandle(arenas, tmp_path)
+def test_an_agent_is_started_only_where_the_snapshots_are(tmp_path: Path) -> None:
+    """The next save makes them anew."""
+    handle = AgentHandle(tmp_path / "arenas", tmp_path)
     handle.ensure()
-    assert f"the snapshots in {arenas} were deleted" in caplog.text
-    assert "those of a running training are still written" in caplog.text, "by an agent that was found at work"
-    assert handle.runs
-    handle.leave(0.1)
-    handle._process = SimpleNamespace(poll=lambda: 1)  # type: ignore[assignment]
-    handle.ensure()
-    assert "no checkpoint is written any more" in caplog.text
     assert not handle.runs
 
 
