@@ -19,7 +19,7 @@ import traceback
 import zlib
 from base64 import b64decode, b64encode
 from bisect import bisect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
@@ -56,6 +56,7 @@ _WORK: tuple[StepPhase, ...] = ("forward", "backward")
 _NOT_COMPARED: StepPhase = "evaluation"
 
 _MOST_FRAMES, _MOST_PLACES = 60, 4
+_MOST_SAMPLES = 1000  # some minutes of them: where the first rank asks for nothing, none are taken out
 _LEAST_EVIDENCE = 0.5  # of a rank's excess or of its samples, to be named as the cause
 _LOADER = "/torch/utils/data/"
 
@@ -286,7 +287,7 @@ class SlowRankWatch:
     def __init__(self, rank: int, size: int, store: Store, name: str = "") -> None:
         self._rank, self._size, self._name = rank, size, name
         self._values = LatestValues(store)
-        self._samples: Counter[Sample] = Counter()
+        self._samples: deque[Sample] = deque(maxlen=_MOST_SAMPLES)
         self._since = time.monotonic(), waits_s()
         self._links: list[Link] = []
         self._asked: tuple[int, int] | None = None  # first and number of the steps
@@ -299,7 +300,7 @@ class SlowRankWatch:
         """Record where the main thread is in a phase."""
         place = _place(frame)
         if place and "/torch/distributed/" not in place[-1][0]:
-            self._samples[Sample(phase, place, is_blocked(os.getpid()))] += 1
+            self._samples.append(Sample(phase, place, is_blocked(os.getpid())))
 
     def look(self, marks: Sequence[tuple[int, int, str]], calls: Callable[[], Sequence[Begun]]) -> None:
         """Take part in comparisons; to be called several times a second.
@@ -337,7 +338,7 @@ class SlowRankWatch:
         """Publish the steps that the first rank has asked for, if they are recorded."""
         (began, waited), (now, waits) = self._since, (time.monotonic(), waits_s())
         longest_s = max((s - waited.get(thread, 0.0) for thread, s in waits.items()), default=0.0)
-        waiting, places = longest_s / max(now - began, 1e-9), _most_frequent(self._samples)
+        waiting, places = longest_s / max(now - began, 1e-9), _most_frequent(Counter(self._samples))
         found = timeline(*asked, marks, calls, waiting=waiting, places=places)
         self._published, self._since = asked, (now, waits)
         self._samples.clear()

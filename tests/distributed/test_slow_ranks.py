@@ -317,6 +317,14 @@ def test_a_place_where_a_rank_waits_for_a_disk_says_so(tmp_path: Path, monkeypat
     assert share == 0.75
 
 
+def test_samples_of_places_are_bounded_where_nothing_is_asked() -> None:
+    watch = SlowRankWatch(1, 2, HashStore())
+    for n in range(1200):
+        watch.sample(f"phase {n}", sys._getframe())
+    assert len(watch._samples) <= 1000
+    assert {f"phase {n}" for n in range(200, 1200)} == {sample.phase for sample in watch._samples}
+
+
 # ---------------------------------------------------------------------- real ranks
 
 
