@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not os.path.isfile(options.script):
             raise ConfigurationError(f"{one_line(options.script)} is not there: give the path of a Python script")
-        ElasticLauncher(
+        launcher = ElasticLauncher(
             num_ranks=options.ranks,
             log_dir=options.log_dir,
             settings=_settings(options.set),
@@ -78,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             secret_file=options.secret_file,
             num_nodes=options.num_nodes,
             node=options.node,
-        ).run([options.script, *options.arguments])
+        )
+        launcher.check()
+        launcher.run([options.script, *options.arguments])
     except Interrupted as stop:
         return 128 + stop.signal
     except Exception as error:

@@ -18,8 +18,8 @@ from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_data, moe_eval, 
 from moe_lightning.cli.composition import with_quotes
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.train import objective_of, with_ranks
+from moe_lightning.elastic import run
 from moe_lightning.elastic.launcher import RanksFailed
-from moe_lightning.elastic.run import ElasticRunOptions
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.text_table import in_columns
@@ -188,7 +188,7 @@ def test_the_home_folder_is_found_behind_an_equals_sign(
 
 def test_options_that_are_paths_find_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    given = options_of(ElasticRunOptions, "--secret-file=~/secret", "--log-dir=~", "script.py")
+    given = options_of(run.ElasticRunOptions, "--secret-file=~/secret", "--log-dir=~", "script.py")
     assert (given.secret_file, given.log_dir) == (tmp_path / "secret", tmp_path)
 
 
@@ -198,6 +198,14 @@ def test_the_secret_of_a_rendezvous_host_finds_the_home_folder(tmp_path: Path) -
     program = "-m", "moe_lightning.elastic.rendezvous_host", *arguments
     subprocess.run([sys.executable, *program], cwd=tmp_path, env=environment, timeout=120)
     assert (tmp_path / "secret").exists()
+
+
+def test_a_launcher_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.touch()
+    assert run.main(["--rdzv-endpoint=127.0.0.1:1", "--secret-file=none", script.name]) == 2
+    assert [*tmp_path.iterdir()] == [script]
 
 
 def test_options_of_advice_find_the_home_folder(
