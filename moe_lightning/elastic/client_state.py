@@ -51,7 +51,7 @@ class Eviction:
 
     Attributes:
         reason: as a sentence.
-        probes: probe endpoint of each node that must answer before.
+        probes: probe endpoint of each node that should answer before.
         at: time.
     """
 
@@ -120,6 +120,7 @@ class ClientState:
         self._finishes = _Finishes()
         self._waiting_since: float | None = None  # newcomers wait
         self._next_beat = 0.0
+        self._progress_at_return = -1  # to the host, though nodes that it did not reach had not answered
         birth_ns = task.now_ns if task.birth_ns is None else task.birth_ns
         self.member_id = new_member_id(task.node, task.token, birth_ns)
         self.world: JoinedWorld | None = None
@@ -158,10 +159,19 @@ class ClientState:
         return self._join.is_spare or (self._join.is_ready and not self._is_inside())
 
     def check_wait(self, started: float, now: float) -> None:
-        """Raise if a join that started then has been waiting for too long."""
+        """Raise if a join that started then has been waiting for too long.
+
+        After an eviction for dead links this process returns once all the same: the nodes behind them may have ended or
+        been started again, at endpoints that the host knows. It raises if it is evicted again before its next step.
+        """
         settings, eviction = self._task.settings, self.eviction
         if eviction is not None and now - eviction.at > settings.rendezvous_timeout_s:
-            raise ConfigurationError(f"{eviction.reason}: repair it, then give the same command again, which resumes")
+            if self._progress_at_return == self.progress:
+                raise ConfigurationError(
+                    f"{eviction.reason}: repair it, then give the same command again, which resumes"
+                )
+            self._progress_at_return = self.progress
+            self.end_probes()
         if now - started > settings.join_timeout_s and not self._waits_for_a_step:
             raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
 
@@ -333,11 +343,11 @@ class ClientState:
 
     @property
     def may_return(self) -> bool:
-        """True after an eviction if no node must answer before this process becomes a member again."""
+        """True after an eviction if no node is waited for before this process becomes a member again."""
         return self.eviction is not None and not self.eviction.probes
 
     def end_probes(self) -> None:
-        """Record that all nodes answer that this process did not reach when it was evicted."""
+        """Wait no more for the nodes that this process did not reach when it was evicted."""
         if self.eviction is not None:
             self.eviction = replace(self.eviction, probes={})
 

@@ -23,6 +23,7 @@ from moe_lightning.elastic.protocol import Message, WireError, encode
 from moe_lightning.errors import ConfigurationError
 
 PATIENCE = ElasticSettings(join_window_s=1.0, join_timeout_s=60.0, rendezvous_timeout_s=9.0)
+DEAD_LINK: Message = {"t": "evicted", "reason": "the link is dead", "probes": {"node-1": ["10.0.0.1", 7]}}
 PEERS = [f"{index:020}.node-{index}.peer-{index}" for index in range(1, 4)]
 
 
@@ -215,16 +216,42 @@ def test_waiting_has_limits() -> None:
     state.check_wait(0.0, 60.0)
     with pytest.raises(WorldTooSmall, match="no world within 60 s"):
         state.check_wait(0.0, 60.1)
-    state.receive({"t": "evicted", "reason": "the link is dead", "probes": {"node-1": ["10.0.0.1", 7]}}, 10.0)
+    state.receive({"t": "spare"}, 0.0)
+    state.check_wait(0.0, 1e6)
+
+
+def test_who_is_left_out_for_a_dead_link_returns_when_the_nodes_answer() -> None:
+    state = client()
+    state.start_join(is_ready=True, is_spare=False)
+    state.receive(DEAD_LINK, 10.0)
+    state.check_wait(9.0, 19.0)
     assert not state.may_return
-    with pytest.raises(ConfigurationError, match="the link is dead: repair it"):
-        state.check_wait(9.0, 19.1)
     state.end_probes()
     assert state.may_return
     state.rename()
-    state.check_wait(9.0, 19.1)
-    state.receive({"t": "spare"}, 0.0)
-    state.check_wait(0.0, 1e6)
+    state.check_wait(9.0, 1e6)
+
+
+def test_who_is_left_out_for_a_dead_link_returns_once_though_no_node_answers() -> None:
+    """The node behind it may have ended, or have been started again elsewhere; again after each step."""
+    state = client()
+    state.start_join(is_ready=True, is_spare=False)
+    for evicted_at in (10.0, 110.0):
+        state.receive(DEAD_LINK, evicted_at)
+        state.check_wait(evicted_at, evicted_at + 9.1)
+        assert state.may_return
+        state.rename()
+        state.receive(formed(state, int(evicted_at), PEERS), evicted_at + 20.0)
+        state.record_progress()
+    state.receive(DEAD_LINK, 210.0)
+    state.check_wait(210.0, 219.1)
+    state.rename()
+    state.receive(formed(state, 210, PEERS), 220.0)
+    state.receive(DEAD_LINK, 230.0)
+    state.check_wait(230.0, 239.0)
+    assert not state.may_return
+    with pytest.raises(ConfigurationError, match="the link is dead: repair it"):
+        state.check_wait(230.0, 239.1)
 
 
 def test_a_process_that_has_set_up_waits_through_a_long_validation_of_the_others() -> None:
