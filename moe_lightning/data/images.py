@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 from annotated_types import Interval
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -30,8 +32,10 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import check_local, check_regular
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-_PARTS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
-"""Names of folders that are parts of a data set rather than classes, where two stand together."""
+_PART = re.compile(
+    r"(?:train|test|eval|(val|valid|dev))(?:ing|idation|uation)?(?:[ _-]?(?:data|set|dataset|images))?", re.IGNORECASE
+)
+"""Name of a folder that is a part of a data set rather than a class; group 1: of one to validate on."""
 
 
 def pillow(module: str) -> Any:
@@ -127,11 +131,14 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
         raise ConfigurationError(
             f"{root} has {len(classes)} class folders, and a classifier needs two: put images into {root}/CLASS/"
         )
-    parts = [name for name in classes if name.lower() in _PARTS]
+    names = _subfolders(path)
+    shared = os.path.commonprefix(names)  # noqa: RUF071 - letters are meant: of seg_train and seg_test
+    start = 1 + max(shared.rfind(mark) for mark in " _-")
+    parts = [match for name in names if (match := _PART.fullmatch(name, start))]
     if root == path and len(parts) > 1:
         raise ConfigurationError(
-            f"{path} has the folders {', '.join(parts)}, which are parts of a data set and no classes: name the "
-            "folder of the training images train, and that of the images to validate on val"
+            f"{path} has the folders {', '.join(part.string for part in parts)}, which are parts of a data set and no "
+            "classes: name the folder of the training images train, and that of the images to validate on val"
         )
     found = _files(root, classes, classes)
     if (path / "val").is_dir() and root != path:
@@ -142,6 +149,8 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
                 f"{path / 'val'} has the class {unknown[0]!r}, which {root} has not: give both the same class folders"
             )
         return ImageFolder(classes=classes, train=found, val=_files(path / "val", held_out, classes))
+    if root != path and (unused := next((part.string for part in parts if part[1]), None)):
+        rank_zero_warn(f"{path / unused} is not used: name it val to validate on its images")
     train, val = _split(found.classes, val_fraction, seed)
     if not len(val) or not len(train):
         raise ConfigurationError(

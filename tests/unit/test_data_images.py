@@ -101,8 +101,9 @@ def test_a_share_of_each_class_is_held_out(root: str, tmp_path: Path) -> None:
         ({"train/a": 1, "train/b": 1, "val/c": 1}, "val has the class 'c', which .*train has not"),
         ({"a": 1, "b": 1}, "holds out 0 of the 2 images"),
         ({"Training/a": 2, "Training/b": 2, "Testing/a": 2}, "Testing, Training, which are parts .*: name .* train"),
-        ({"training/a": 2, "validation/a": 2, "extra": 2}, "folders training, validation, which are parts of"),
+        ({"train_set/a": 2, "validation_set/a": 2, "extra": 2}, "train_set, validation_set, which are parts"),
         ({"Train/a": 2, "Val/a": 2}, "Train, Val, which are parts"),
+        ({"seg_train/a": 2, "seg_test/a": 2, "seg_pred/a": 1}, "seg_test, seg_train, which are parts"),
     ],
 )
 def test_wrong_folders(counts: dict[str, int], message: str, tmp_path: Path) -> None:
@@ -111,10 +112,16 @@ def test_wrong_folders(counts: dict[str, int], message: str, tmp_path: Path) -> 
         ImageData(path=tmp_path / "images").prepare_data()
 
 
+@pytest.mark.parametrize("name", ["valid", "Validation", "val_images"])
+def test_images_to_validate_on_under_another_name_are_not_passed_over_in_silence(name: str, tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train/a": 4, "train/b": 4, f"{name}/a": 1, "test/a": 1})
+    with pytest.warns(UserWarning, match=f"{name} is not used: name it val"):
+        read_image_folder(tmp_path, val_fraction=0.5, seed=0)
+
+
 def test_classes_may_be_named_like_one_part(tmp_path: Path) -> None:
-    folder_of(tmp_path, {"training": 2, "train2": 2, "train_station": 2, "valley": 2, "testudo": 2})
-    expected = ("testudo", "train2", "train_station", "training", "valley")
-    assert read_image_folder(tmp_path, val_fraction=0.5, seed=0).classes == expected
+    folder_of(tmp_path, {"training": 2, "train2": 2, "cat": 2})
+    assert read_image_folder(tmp_path, val_fraction=0.5, seed=0).classes == ("cat", "train2", "training")
 
 
 def test_folders_without_images(tmp_path: Path) -> None:
