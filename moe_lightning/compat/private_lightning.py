@@ -529,11 +529,11 @@ class _WatchedHook:
     running: Callable[[], BatchEnd | None]
     is_last: bool
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any, **named: Any) -> None:
         end = self.running()
         if end is not None:
             end.reach(self.part, begins=True)
-        self.own(*arguments)
+        self.own(*arguments, **named)
         if end is not None:
             end.reach(self.part + 1, begins=self.is_last)
 

@@ -547,6 +547,8 @@ class ExpertParallelStrategy(DDPStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         self._is_placed = False
+        if self._pipeline is not None:
+            self._pipeline.is_over = False
 
     def place_module(self, trainer: pl.Trainer) -> None:
         """Put the module's experts into this rank's slots, once for each run of the Trainer; collective.
@@ -654,6 +656,8 @@ class ExpertParallelStrategy(DDPStrategy):
             self.experts.release_graphs()
             self.state.parts.abort_step(self.world)
         self.update.end(self.precision_plugin)
+        if self._pipeline is not None:
+            self._pipeline.is_over = True
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
 
@@ -785,9 +789,10 @@ class ExpertParallelStrategy(DDPStrategy):
         assert module is not None
         if not self.state.holds(module):  # connected only
             return whole_state_dict(module)
-        if self.is_left_alone:
-            return super().lightning_module_state_dict()
-        return self.checkpoints.model_state(self._compared_state)
+        with nullcontext() if self._pipeline is None else self._pipeline.opened():
+            if self.is_left_alone:
+                return super().lightning_module_state_dict()
+            return self.checkpoints.model_state(self._compared_state)
 
     def _compared_state(self) -> dict[str, Any]:
         """Return this rank's part of the model, which ranks in training compare first; collective then."""
@@ -894,7 +899,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 output = super().training_step(*args, **kwargs)
         if self.worlds.present.size > 1:
             require_loss(output, self.state.trainer)
-        if (step := self.elastic.step) is not None:
+        if (step := self.elastic.step) is not None and not by_hand:
             step.batch.begin(args[0], output)
         return output
 

@@ -108,7 +108,7 @@ def require_updates_by_parameter(optimizers: Sequence[Optimizer], sharding: str)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             here = [p for p in group["params"] if not p.is_meta]  # those are in other stages
-            if here and not _are_alike(_tried(optimizer, group, here[0], (1, 4), are_apart=True)):
+            if here and not _are_alike(_tried(optimizer, group, local(here[0]), (1, 4), are_apart=True)):
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} updates a parameter by what is in others, and {sharding} gives each "
                     "rank some of them only: use AdamW or another optimizer that updates each by itself, or dense=ddp "
@@ -124,7 +124,7 @@ def _are_alike(rows: Sequence[Tensor], rtol: float = 0.0) -> bool:
 def _tried(
     optimizer: Optimizer,
     group: dict[str, Any],
-    parameter: nn.Parameter,
+    parameter: Tensor,
     numbers: Sequence[int],
     *,
     are_apart: bool = False,
@@ -146,7 +146,7 @@ def _tried(
 
 
 def _updated(
-    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, rows: int, *, are_apart: bool = False
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, rows: int, *, are_apart: bool = False
 ) -> tuple[Sequence[nn.Parameter], Optimizer]:
     """Return rows after some updates, by an optimizer of the same class and with a group's options: as one parameter,
     or as parameters of their own, of which the first is the row to look at.
@@ -177,7 +177,7 @@ def _outline(parameter: nn.Parameter) -> tuple[int, int, torch.dtype]:
     return parameter.ndim, parameter[:1].numel() % _VECTOR, parameter.dtype
 
 
-def _rows_like(parameter: nn.Parameter, rows: int, seed: int) -> Tensor:
+def _rows_like(parameter: Tensor, rows: int, seed: int) -> Tensor:
     """Return random rows that end within a vector as those of a parameter, the last a hundredth of the others."""
     rest = parameter[:1].numel() % _VECTOR if parameter.ndim else 0
     shape = [1] * (parameter.ndim - 2) + [_VECTOR + rest]

@@ -88,6 +88,7 @@ class StageCut:
         module, num_stages: as given.
         bounds: index of the first block of each stage, and the number of blocks.
         layers: all MoE layers of the whole module in order, each with its stage.
+        is_applied: the module is cut now.
         entering: functions of hidden states that run before a block, by its number, on every stage.
 
     Raises:
@@ -109,7 +110,7 @@ class StageCut:
         self._placeholders: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.flow = _Flow(self)
         self.entering: dict[int, Callable[[Tensor], Tensor]] = {}
-        self._is_applied, self._device = False, torch.device("cpu")
+        self.is_applied, self._device = False, torch.device("cpu")
 
     # ------------------------------------------------------------------ stages of parts
 
@@ -162,9 +163,9 @@ class StageCut:
         Raises:
             ConfigurationError: own parts have no values.
         """
-        if self._is_applied:
+        if self.is_applied:
             return
-        self._device, self._is_applied = device, True
+        self._device, self.is_applied = device, True
         self._require_values()
         self._drop_values({})
         if self.is_whole:
@@ -216,7 +217,7 @@ class StageCut:
 
     def undo(self) -> None:
         """Restore all parts; those of other stages have no values."""
-        if not self._is_applied:
+        if not self.is_applied:
             return
         for part, name, parameter in self._placeholders:
             del part.__dict__[name]
@@ -227,7 +228,7 @@ class StageCut:
                 if isinstance(gate := gated.__dict__.get("forward"), _Gate):
                     gate.undo(gated)
             self._list[index] = block
-        self._is_applied = False
+        self.is_applied = False
 
     def absent_parameters(self) -> list[nn.Parameter]:
         """Return the dense parameters of other stages, which have no values here."""
@@ -238,7 +239,7 @@ class StageCut:
     @contextmanager
     def whole(self) -> Generator[None, None, None]:
         """Restore all parts inside, for code that counts or numbers parameters."""
-        if not (self._is_applied and self._blocks):
+        if not (self.is_applied and self._blocks):
             yield
             return
         self.undo()
@@ -248,8 +249,8 @@ class StageCut:
             self.apply(self._device)
 
     def _require_values(self) -> None:
-        for part in self.module.modules():
-            for name, parameter in part.named_parameters(recurse=False):
+        for prefix, part in self.module.named_modules():
+            for name, parameter in part.named_parameters(prefix, recurse=False):
                 if parameter.is_meta and self.stage_of(part) in self.stages and not isinstance(part, Experts):
                     raise ConfigurationError(
                         f"{name} has no values, as another training in a pipeline leaves the stages of other ranks: "

@@ -615,6 +615,7 @@ def fit_twice(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[flo
     module, loader = Own(), DataLoader(RandomTokens(), batch_size=12)
     make_trainer(rank, world_size, strategy, max_steps=3).fit(module, loader)
     refused = [sentence_of(lambda: module.eval()(torch.arange(16)[None])), sentence_of(lambda: copy.deepcopy(module))]
+    refused += [sentence_of(module.state_dict), sentence_of(lambda: module.load_state_dict({}, strict=False))]
     again = make_trainer(rank, world_size, strategy, max_steps=6)
     again.fit(module.train(), loader)
     refused.append(sentence_of(lambda: make_trainer(rank, world_size, {}, max_steps=9).fit(module, loader)))
@@ -624,10 +625,12 @@ def fit_twice(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[flo
 def test_a_module_trains_again_in_the_same_stages() -> None:
     ranks = run_pooled(4, partial(fit_twice, strategy={"mesh": {"pp": 2}, "micro_batches": 2}))
     ((loss, _),) = run_pooled(1, partial(fit_twice, strategy={}))
-    for found, (called, copied, elsewhere) in ranks:
+    for found, (called, copied, saved, loaded, elsewhere) in ranks:
         assert found == pytest.approx(loss, abs=0.01)
         assert "or load a checkpoint into another module" in called
         assert "can be neither copied nor pickled: save a checkpoint" in copied
+        assert saved == loaded
+        assert "has the stages of this rank only" in saved
         assert "has no values, as another training in a pipeline leaves the stages of other ranks" in elsewhere
 
 
