@@ -548,7 +548,7 @@ class ExpertParallelStrategy(DDPStrategy):
         super().connect(model)
         self._is_placed = False
         if self._pipeline is not None:
-            self._pipeline.is_over = False
+            self._pipeline.begin_run()
 
     def place_module(self, trainer: pl.Trainer) -> None:
         """Put the module's experts into this rank's slots, once for each run of the Trainer; collective.
@@ -657,7 +657,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.state.parts.abort_step(self.world)
         self.update.end(self.precision_plugin)
         if self._pipeline is not None:
-            self._pipeline.is_over = True
+            self._pipeline.end_run()
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
 

@@ -259,7 +259,6 @@ class Pipeline:
     Attributes:
         cut: the parts of the module on this rank.
         last_loss: weighted loss of the last batch in the last stage; None on ranks without it.
-        is_over: no run of the Trainer is under way.
     """
 
     def __init__(
@@ -279,26 +278,34 @@ class Pipeline:
         self._wire = 0  # elements that are sent for a micro-batch of the running batch
         self.last_loss: Tensor | None = None
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self.is_over = False
+        self._is_over = False
         module.register_state_dict_pre_hook(self._require_run)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(self._require_run)  # type: ignore[no-untyped-call]
         self.cut.apply(world.device)
 
+    def begin_run(self) -> None:
+        """Let the module be read and loaded in stages."""
+        self._is_over = False
+
+    def end_run(self) -> None:
+        """Refuse the module's state_dict from now on."""
+        self._is_over = True
+
     @contextmanager
     def opened(self) -> Generator[None, None, None]:
         """Let the state_dict of the module be read inside, as those of a run are."""
-        was_over, self.is_over = self.is_over, False
+        was_over, self._is_over = self._is_over, False
         try:
             yield
         finally:
-            self.is_over = was_over
+            self._is_over = was_over
 
     def _require_run(self, *_: object) -> None:
         """
         Raises:
             ConfigurationError: training is over, and the module has the stages of this rank only.
         """
-        if self.is_over and self.cut.is_applied and not self.cut.is_whole:
+        if self._is_over and self.cut.is_applied and not self.cut.is_whole:
             raise ConfigurationError(
                 "a module that mesh.pp has cut has the stages of this rank only, and its state_dict is not the "
                 "model's: save a checkpoint with the Trainer that cut it (trainer.save_checkpoint), and load that into "
