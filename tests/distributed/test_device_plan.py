@@ -17,7 +17,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from tests.distributed.harness import connect, run_ranks
-from tests.distributed.test_dispatch import D_MODEL, random_case
+from tests.distributed.test_dispatch import D_MODEL, inputs_of, random_case
 from tests.parameters import slow
 
 
@@ -31,10 +31,7 @@ def check_cases(rank: int, world_size: int, first: int, last: int) -> int:
     for seed in range(first, last):
         case = random_case(seed, world_size)
         placement: Placement = case["placement"]
-        ids_TK = case["ids"][rank]
-        torch.manual_seed(1000 * seed + rank)
-        x_TD = torch.randn(len(ids_TK), D_MODEL, requires_grad=True)
-        weights_TK = torch.rand(ids_TK.shape, requires_grad=True)
+        ids_TK, x_TD, weights_TK = inputs_of(case, seed, rank)
         upstream = torch.randn(len(ids_TK), D_MODEL)
         scales_E = torch.arange(1.0, placement.num_experts + 1)
         own = torch.bincount(ids_TK[ids_TK >= 0], minlength=placement.num_experts)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_lightning import kernels
 from moe_lightning.dispatch.dispatcher import Dispatcher
@@ -44,6 +45,14 @@ def random_case(seed: int, world_size: int) -> dict[str, Any]:
     return {"placement": Placement(replicas=replicas), "groups": groups, "ids": ids, "quota": quota}
 
 
+def inputs_of(case: dict[str, Any], seed: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's choices, tokens and weights, which differ from those of the others."""
+    ids_TK: Tensor = case["ids"][rank]
+    torch.manual_seed(1000 * seed + rank)
+    x_TD = torch.randn(len(ids_TK), D_MODEL, requires_grad=True)
+    return ids_TK, x_TD, torch.rand(ids_TK.shape, requires_grad=True)
+
+
 def check_cases(rank: int, world_size: int) -> list[int]:
     """Dispatch, compute, combine; the results and gradients must be those of the dense computation."""
     world = connect()
@@ -51,10 +60,7 @@ def check_cases(rank: int, world_size: int) -> list[int]:
     for seed in range(CASES):
         case = random_case(seed, world_size)
         placement: Placement = case["placement"]
-        ids_TK = case["ids"][rank]
-        torch.manual_seed(1000 * seed + rank)
-        x_TD = torch.randn(len(ids_TK), D_MODEL, requires_grad=True)
-        weights_TK = torch.rand(ids_TK.shape, requires_grad=True)
+        ids_TK, x_TD, weights_TK = inputs_of(case, seed, rank)
         scales_E = torch.arange(1.0, placement.num_experts + 1)
         dispatcher = Dispatcher(placement, world, case["groups"], case["quota"])
         own = torch.bincount(ids_TK[ids_TK >= 0], minlength=placement.num_experts)
