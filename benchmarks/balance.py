@@ -57,7 +57,7 @@ CONTENDERS: dict[str, Strategy | None] = {
 "prophet"."""
 
 _COMPARED = ("plain", "padded", "top2", "top3", "fastermoe", "prophet", "compact", "spread", "lazarus", "ours")
-"""Of them by default: one of each kind, a few seconds each under each routing."""
+"""Default contenders: one of each kind, a few seconds each under each routing."""
 
 _RANKS = 2
 _UNIFORM = "uniform"

@@ -58,7 +58,7 @@ class SavedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:
-    """What commands have left in a run directory before another one begins.
+    """Files that commands have left in a run directory before another one begins.
 
     Attributes:
         paths: its lock, and its logs with their folder.

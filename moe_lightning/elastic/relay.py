@@ -28,7 +28,7 @@ _LOOK_S = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class HostStatus:
-    """What a client knows of the rendezvous host, by its own connection or from a relay.
+    """Status of the rendezvous host, as a client knows it by its own connection or from a relay.
 
     Attributes:
         address: of the host.

@@ -308,7 +308,7 @@ class SavedState:
 
     @property
     def storage(self) -> Mark:
-        """When the newest checkpoint on storage was taken."""
+        """Progress at the newest checkpoint on storage."""
         return self.stored.mark
 
     def begin_session(self) -> None:

@@ -89,7 +89,7 @@ def _assert_same_optimizers(plain: str, offloaded: str) -> None:
 
 
 class Foreign(torch.optim.SGD):
-    """Of a package that is not known."""
+    """An optimizer of a package that is not known."""
 
 
 @pytest.mark.parametrize(
