@@ -22,6 +22,7 @@ from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.protection import PROTECTIONS, protected_by
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.cli import sim
+from moe_lightning.elastic.membership import MEMBERSHIPS, ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import ExpertParallelStrategy
 from tests.commands import SMALL_MODEL, WORDS, users_environment, write_words
@@ -101,6 +102,16 @@ def test_rules_plan(installed: Mapping[str, dict[str, str]], capsys: pytest.Capt
     parts = ["policy.placement=hottest", "policy.protection=next_node", "policy.memory_interval_steps=1"]
     sim.main(["model=moe_gpt_s", "nodes=8", "hours=0.1", "failures.node_mtbf_hours=1", *parts])
     assert "samples" in capsys.readouterr().out
+
+
+def test_membership_joins(installed: Mapping[str, dict[str, str]], tmp_path: Path) -> None:
+    worlds = []
+    for slot in range(2):
+        task = ElasticTask(address="none", secret_file=str(tmp_path / "secret"), node="one", slot=slot, expected=2)
+        worlds.append(MEMBERSHIPS.make("fixed", task, 1).join())
+    assert [world.rank for world in worlds] == [0, 1]
+    assert worlds[0].ids == worlds[1].ids
+    assert worlds[0].nodes == ("one", "one")
 
 
 WRONG = """
