@@ -132,8 +132,7 @@ class FaultRecovery(ExpertParallelCallback):
         strategy = _strategy(trainer)
         if stage != "fit":
             return
-        stage_size = max(1, strategy.world_size // strategy.worlds.axes.pp)
-        strategy.placing.require_replicas(self._min_replicas, stage_size)
+        strategy.promise_replicas(self._min_replicas)
         if not strategy.worlds.is_elastic:
             rank_zero_warn(
                 "FaultRecovery: no elastic launcher started these ranks, so a fault ends the run; "

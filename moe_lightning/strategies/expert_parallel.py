@@ -86,9 +86,9 @@ from moe_lightning.strategies.launchers import (
     environment_of_rank,
     meeting_of,
 )
-from moe_lightning.strategies.options import PlacementOptions, RunOptions, check_stock_options
+from moe_lightning.strategies.options import RunOptions, check_stock_options
 from moe_lightning.strategies.pipeline import Context, Pipeline
-from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
+from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, PlacementOptions
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageMap, undo_cut
 from moe_lightning.strategies.state_check import CheckInterval
@@ -236,9 +236,7 @@ class ExpertParallelStrategy(DDPStrategy):
         options = self.options
         self.worlds = Worlds(options.axes, options.dense, options.shard_size)
         self.elastic: ElasticWorlds | FixedWorld = FixedWorld()
-        self.state = TrainState(
-            self.worlds, dense=options.dense, max_slots=self.placing.slots, on_host=options.offload_optimizer
-        )
+        self.state = TrainState(self.worlds, dense=options.dense, on_host=options.offload_optimizer)
         self.update = StepUpdate(self.worlds, self.state, options)
         self.steps = Steps(self.worlds, self.state, self.update.screened)
         self._dense_sum = DenseGradientSum(options.ddp, self.update.check_own_norm)
@@ -549,6 +547,15 @@ class ExpertParallelStrategy(DDPStrategy):
         self._is_placed = False
         if self._pipeline is not None:
             self._pipeline.begin_run()
+
+    def promise_replicas(self, nodes: int) -> None:
+        """Let so many nodes hold each expert, see `PlacementOptions.promising`; before experts are placed.
+
+        Raises:
+            ConfigurationError: the strategy has dispatch groups.
+        """
+        assert not self._is_placed
+        self.placing = self.placing.promising(nodes, max(1, self.world_size // self.worlds.axes.pp))
 
     def place_module(self, trainer: pl.Trainer) -> None:
         """Put the module's experts into this rank's slots, once for each run of the Trainer; collective.

@@ -9,23 +9,30 @@ Shapes: S slots of this rank, E experts, L layers, N ranks.
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_lightning.arrays import BoolArray, IntArray
 from moe_lightning.balancing.migration import Transfer, held_states, plan_migration
-from moe_lightning.dispatch.dispatcher import Dispatcher, PlanPlace, QuotaPolicy
-from moe_lightning.dispatch.placement import Placement, dispatch_groups
+from moe_lightning.dispatch.dispatcher import DISPATCH_BACKENDS, Dispatcher, PlanPlace, QuotaPolicy
+from moe_lightning.dispatch.placement import Placement, dispatch_groups, parse_placements, uniform_placement
 from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.dispatch.replicas import ExpertStack, ReplicaSum, stacked_states
 from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.files import MOST_BYTES, check_regular, read_text
+from moe_lightning.kernels import BackendName, set_backend
 from moe_lightning.moe.experts import VACANT
 from moe_lightning.moe.layer import MoELayer, moe_layers
 from moe_lightning.parallel.collectives import (
@@ -35,6 +42,102 @@ from moe_lightning.parallel.collectives import (
 )
 from moe_lightning.parallel.context import World, agree, broadcast_
 from moe_lightning.state.transfer import install, transfer
+
+if TYPE_CHECKING:
+    from moe_lightning.strategies.stages import StageMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions:
+    """Options of placement and dispatch: see ExpertParallelStrategy.
+
+    Attributes:
+        promised_replicas: nodes that hold each expert if slots allow; recovery relies on it.
+
+    Raises:
+        ConfigurationError: two placements, or an unknown dispatch.
+    """
+
+    ep_size: int | None = None
+    replicas: int | None = None
+    placement: str | os.PathLike[str] | Sequence[Any] | None = None
+    quota: QuotaPolicy = "balanced"
+    dispatch: str = "exchange"
+    plan: PlanPlace = "host"
+    slots: int | None = None
+    kernels: BackendName | None = None
+    promised_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.placement is not None and self.replicas is not None:
+            raise ConfigurationError(
+                f"replicas={self.replicas} belongs to the uniform placement: give either replicas or placement, not "
+                "both"
+            )
+        DISPATCH_BACKENDS.find(self.dispatch)
+
+    def promising(self, nodes: int, num_ranks: int) -> PlacementOptions:
+        """Return these options with so many nodes for each expert, in later placements too. The uniform placement holds
+        each that often, if there are as many ranks.
+
+        Raises:
+            ConfigurationError: dispatch groups, which a changing number of ranks cannot keep.
+        """
+        if self.ep_size is not None:
+            raise ConfigurationError(
+                f"ep_size={self.ep_size} cuts the ranks into groups, which do not survive a lost rank: drop ep_size"
+            )
+        if self.replicas is None and self.placement is None:
+            return replace(self, replicas=min(nodes, num_ranks), promised_replicas=nodes)
+        return replace(self, promised_replicas=nodes)
+
+    def place(self, module: nn.Module, world: World, stages: StageMap) -> PlacedExperts:
+        """Put a module's experts into slots; collective.
+
+        Args:
+            world: the ranks, of each stage of a pipeline.
+            stages: of the module.
+        """
+        if self.kernels is not None:
+            set_backend(self.kernels)
+        with stages.whole_module():
+            placements = self.placements_of(module, world.size)
+        return PlacedExperts(module, stages.set_placements(placements), world, self)
+
+    def placements_of(self, module: nn.Module, num_ranks: int) -> list[Placement]:
+        """Return the placement of each MoE layer: uniform with so many replicas, or from a table or file.
+
+        Raises:
+            ConfigurationError: a file or table that is missing, malformed or made for other sizes.
+        """
+        layers = moe_layers(module)
+        if self.placement is None:
+            replicas = self.replicas or max(1, num_ranks // (self.ep_size or num_ranks))
+            return [uniform_placement(layer.num_experts, num_ranks, replicas) for layer in layers]
+        if len({layer.num_experts for layer in layers}) > 1:
+            raise ConfigurationError(
+                "a placement table needs the same number of experts in every MoE layer: use replicas instead"
+            )
+        table, origin = _read_table(self.placement)
+        experts = layers[0].num_experts if layers else 0
+        return parse_placements(table, num_layers=len(layers), num_experts=experts, num_ranks=num_ranks, origin=origin)
+
+
+def _read_table(source: str | os.PathLike[str] | Sequence[Any]) -> tuple[object, str]:
+    if not isinstance(source, str | os.PathLike):
+        return list(source), "placement"
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigurationError(
+            f"the placement file {path} does not exist: give a .json or .npy table [layers, experts, ranks]"
+        )
+    try:
+        if path.suffix == ".npy":
+            check_regular(path, most_bytes=MOST_BYTES)
+            return np.array(np.load(path, mmap_mode="r", allow_pickle=False)), str(path)
+        return json.loads(read_text(path)), str(path)
+    except (ValueError, OSError, EOFError, RecursionError) as error:
+        raise ConfigurationError(f"the placement file {path} is not a .json or .npy table: {error}") from error
 
 
 def next_slots(slots: Sequence[int], experts: Collection[int]) -> tuple[int, ...]:
@@ -163,15 +266,10 @@ class PlacedExperts:
         module: the model; its layers start from rank 0's weights.
         placements: one for each MoE layer.
         world: the ranks.
-        ep_size: ranks of a dispatch group; None: all.
-        quota: split of an expert's tokens over its replicas.
-        dispatch: transport of tokens: a name in `dispatch.dispatcher.DISPATCH_BACKENDS`.
-        plan_on: "host" or "device", see `dispatch.dispatcher.Dispatcher`.
-        slots: expert rows that every rank keeps for each layer, so that later placements have room; None: as many as
-            the first placement needs on some rank.
+        options: of dispatch and slots. None: the defaults.
 
     Attributes:
-        module, world: as given.
+        module, world, options: as given.
         layers: the model's MoE layers.
         stacks: of each layer, the experts in this rank's slots.
         stack_of: the stack that each expert parameter is in.
@@ -188,24 +286,20 @@ class PlacedExperts:
         module: nn.Module,
         placements: Sequence[Placement],
         world: World,
-        *,
-        ep_size: int | None = None,
-        quota: QuotaPolicy = "balanced",
-        dispatch: str = "exchange",
-        plan_on: PlanPlace = "host",
-        slots: int | None = None,
+        options: PlacementOptions | None = None,
     ) -> None:
         self.module = module
+        self.options = options = options or PlacementOptions()
         self.layers = moe_layers(module)
         self.shadow_transfers: StepShadowTransfers | None = None
         self.speeds: IntArray | None = None
         self.world = world
-        self._groups = dispatch_groups(world.size, ep_size or world.size)
-        self._new_dispatcher = partial(Dispatcher, quota=quota, backend=dispatch, plan_on=plan_on)
+        self._groups = dispatch_groups(world.size, options.ep_size or world.size)
+        self._new_dispatcher = partial(Dispatcher, quota=options.quota, backend=options.dispatch, plan_on=options.plan)
         for index, (layer, placement) in enumerate(zip(self.layers, placements, strict=True)):
             if world.is_connected:
                 broadcast_experts(layer, world)
-            held = in_slots(placement, world.rank, slots)
+            held = in_slots(placement, world.rank, options.slots)
             layer.place(self._dispatcher(index, placement, held), world.device)
         self._set_stacks(self._stacks([layer.experts.slot_experts for layer in self.layers], placements))
         self._replica_sum = ReplicaSum(self.stacks, world)

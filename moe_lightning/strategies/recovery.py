@@ -225,7 +225,8 @@ def repaired(plan: RecoveryPlan, state: TrainState, world: World, *, min_replica
         min_replicas: wanted nodes that hold each expert, or ranks where there are fewer nodes.
     """
     ranks = state.stages.layers_of(state.stages.ranks_in(range(world.size)))
-    repair = repair_stages(plan.held, ranks, nodes=plan.nodes, min_replicas=min_replicas, max_slots=state.max_slots)
+    max_slots = state.experts.options.slots
+    repair = repair_stages(plan.held, ranks, nodes=plan.nodes, min_replicas=min_replicas, max_slots=max_slots)
     if repair.min_replicas < min([min_replicas, *map(len, ranks)]):
         rank_zero_warn(
             f"slots are left for {repair.min_replicas} instead of {min_replicas} replicas of each expert: "

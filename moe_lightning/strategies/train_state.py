@@ -70,11 +70,9 @@ class TrainState:
     Args:
         worlds: the present world.
         dense: sharding of dense parameters and their optimizer states, a name of DENSE_SHARDINGS.
-        max_slots: experts that a rank can hold in a layer; None: no limit.
         on_host: True if optimizer states of dense parameters stay in host memory.
 
     Attributes:
-        max_slots: as given.
         parts: the dense parameters that ranks share.
         shards: the dense state that only some ranks have.
         transfer: transfer of this state between worlds.
@@ -86,8 +84,8 @@ class TrainState:
         window_replay: the steps that are repeated until the state is whole; None if it is.
     """
 
-    def __init__(self, worlds: Worlds, *, dense: str, max_slots: int | None, on_host: bool = False) -> None:
-        self._worlds, self.max_slots, tensors = worlds, max_slots, worlds.axes.tp
+    def __init__(self, worlds: Worlds, *, dense: str, on_host: bool = False) -> None:
+        self._worlds, tensors = worlds, worlds.axes.tp
         in_rows = hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
@@ -518,7 +516,11 @@ class StateTransfer:
         placements = [stack.placement for stack in stages.stacks(state.experts)]
         held = held_states(placements) if placements else np.zeros((0, 0, world.size), dtype=np.bool_)
         repair = repair_stages(
-            held, stages.layers_of(ranks), nodes=nodes, min_replicas=min_replicas, max_slots=state.max_slots
+            held,
+            stages.layers_of(ranks),
+            nodes=nodes,
+            min_replicas=min_replicas,
+            max_slots=state.experts.options.slots,
         )
         if stages.num_stages == 1:
             self._move_experts(world, repair.placements, held, ranks, world)

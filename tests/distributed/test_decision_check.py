@@ -15,7 +15,7 @@ from moe_lightning.dispatch.quota import ShadowPlan, equal_split
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel import collectives
 from moe_lightning.parallel.collectives import check_versions, fingerprint, require_agreement
-from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.placed_experts import PlacedExperts, PlacementOptions
 from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.worlds import Worlds
 from tests.distributed.harness import connect, run_pooled, run_ranks
@@ -79,7 +79,7 @@ def test_ranks_that_agree_go_on() -> None:
 def move_elsewhere(rank: int, world_size: int, num_more: int) -> str:
     module, world, worlds = OwnModule(), connect(), Worlds()
     worlds.set_present(world)
-    experts = PlacedExperts(module, [uniform_placement(6, 2)], world, slots=4)
+    experts = PlacedExperts(module, [uniform_placement(6, 2)], world, PlacementOptions(slots=4))
     replicas = uniform_placement(6, 2).replicas.copy()
     replicas[5] = [1, 0] if rank == 0 else [1, 1]
     placements = [Placement(replicas=replicas)] * (1 + num_more * rank)

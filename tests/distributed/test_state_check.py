@@ -369,7 +369,7 @@ def test_all_ranks_compare_before_a_save_in_which_no_step_has_begun(
     """A fault comes after the last step: what a rank knows of its world before must not keep it from comparing."""
     worlds = Worlds()
     compared: list[Any] = []
-    check = state_check.StateCheck(worlds, TrainState(worlds, dense="ddp", max_slots=None), every="auto")
+    check = state_check.StateCheck(worlds, TrainState(worlds, dense="ddp"), every="auto")
     monkeypatch.setattr(check, "_sums", lambda *_: None)
 
     def compare(*_: Any) -> list[Damage]:

@@ -15,7 +15,7 @@ SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | 
 ROWS = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \|$", SECTIONS["The packages"], re.MULTILINE)
 PACKAGES = {name for name in MAY_IMPORT if (ROOT / "moe_lightning" / name / "__init__.py").is_file()} - {"conf"}
 
-MOST_FILES = {"A token": 14, "A gradient": 25, "A snapshot and its restore": 55, "A fault": 52}
+MOST_FILES = {"A token": 14, "A gradient": 25, "A snapshot and its restore": 54, "A fault": 52}
 """Files of each walk as measured; a change may lower them. Goals: 10, 12, 28, 28."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,18 @@ def test_a_run_without_an_elastic_launcher_is_told_so() -> None:
     trainer: Any = SimpleNamespace(strategy=strategy)
     with pytest.warns(UserWarning, match="no elastic launcher started these ranks, so a fault ends the run"):
         FaultRecovery(min_replicas=1).setup(trainer, None, "fit")  # type: ignore[arg-type]
+
+
+def test_recovery_promises_replicas_and_leaves_what_the_user_chose() -> None:
+    for options, replicas in ({}, 1), ({"replicas": 3}, 3), ({"placement": [[1]]}, None):
+        strategy = ExpertParallelStrategy(**options)
+        strategy.worlds.allow_changes()
+        chosen, trainer = strategy.placing, SimpleNamespace(strategy=strategy)
+        FaultRecovery(min_replicas=2).setup(trainer, None, "fit")  # type: ignore[arg-type]
+        assert strategy.placing == replace(chosen, replicas=replicas, promised_replicas=2)
+        assert chosen.promised_replicas == 1
+    with pytest.raises(ConfigurationError, match="ep_size=2 cuts the ranks into groups"):
+        ExpertParallelStrategy(ep_size=2).promise_replicas(2)
 
 
 def report(step: int, *lost: int) -> RecoveryReport:

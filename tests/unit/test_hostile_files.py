@@ -37,7 +37,7 @@ from moe_lightning.moe import forced_routing
 from moe_lightning.moe.forced_routing import read_loads, read_routing_trace
 from moe_lightning.simulate.failures import read_trace
 from moe_lightning.simulate.hardware import load_hardware
-from moe_lightning.strategies.options import _read_table
+from moe_lightning.strategies.placed_experts import _read_table
 from tests.unit.checkpoint_state import two_checkpoints
 
 TIB = 1 << 40

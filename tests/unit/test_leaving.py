@@ -81,7 +81,7 @@ def test_a_model_without_experts_is_handed_over() -> None:
     world, worlds = offline(0, 1), Worlds()
     worlds.set_present(world)
     module = nn.Linear(2, 2)
-    state = MagicMock(experts=PlacedExperts(module, [], world), stages=StageMap(module, worlds), max_slots=None)
+    state = MagicMock(experts=PlacedExperts(module, [], world), stages=StageMap(module, worlds))
     StateTransfer(state, worlds).hand_over([0], world, ["a"], min_replicas=2)
     state.shards.hand_over.assert_called_once_with([0], world)
 

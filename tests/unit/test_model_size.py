@@ -21,7 +21,8 @@ from moe_lightning.cores import machine_memory
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPTConfig, expert_size, least_gpt_parameters, model_size, whole_parameters
 from moe_lightning.models.swin import SwinModule
-from moe_lightning.strategies.stages import stages_of
+from moe_lightning.strategies.stages import StageMap, stages_of
+from moe_lightning.strategies.worlds import Worlds
 from tests.distributed.harness import connect, run_ranks
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 from tests.unit.gpt_size import count_parameters
@@ -85,12 +86,11 @@ def test_documents_that_share_a_sequence_attend_to_themselves() -> None:
 
 
 def _sizes_on_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    from moe_lightning.strategies.options import resolve_placements
-    from moe_lightning.strategies.placed_experts import PlacedExperts
+    from moe_lightning.strategies.placed_experts import PlacementOptions
 
     pl.seed_everything(1, verbose=False)
     module = OwnModule()
-    PlacedExperts(module, resolve_placements(module, world_size, replicas=1), connect(), slots=4)
+    PlacementOptions(replicas=1, slots=4).place(module, connect(), StageMap(module, Worlds()))
     summary = WholeModelSummary(module, max_depth=2)
     columns = {name: [cell.strip() for cell in cells] for name, cells in summary._get_summary_data()}
     return {

@@ -113,13 +113,13 @@ def test_what_worlds_cannot_bring_across_is_named(monkeypatch: pytest.MonkeyPatc
     worlds.set_present(world_of(0, 2))
     monkeypatch.setitem(DENSE_SHARDINGS._members, "mine", DENSE_SHARDINGS["ddp"])
     for dense in ("ddp", "zero1", "fsdp", "hsdp"):
-        TrainState(worlds, dense=dense, max_slots=None).set_module(*[MagicMock()] * 3)
+        TrainState(worlds, dense=dense).set_module(*[MagicMock()] * 3)
     with pytest.raises(ConfigurationError, match=r"mesh\.pp=2 and dense=mine do not go together: use dense=ddp, zero1"):
-        TrainState(worlds, dense="mine", max_slots=None).set_module(*[MagicMock()] * 3)
+        TrainState(worlds, dense="mine").set_module(*[MagicMock()] * 3)
 
 
 def test_an_optimizer_of_another_fit_is_named() -> None:
-    state = TrainState(Worlds(MeshShape()), dense="ddp", max_slots=None)
+    state = TrainState(Worlds(MeshShape()), dense="ddp")
     with pytest.raises(ConfigurationError, match="optimizers were replaced during a fit"):
         state.number_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
 

@@ -71,7 +71,7 @@ def test_only_the_matmuls_are_others():
 
 def test_the_strategy_chooses_it(monkeypatch):
     chosen = []
-    monkeypatch.setattr("moe_lightning.strategies.options.set_backend", chosen.append)
+    monkeypatch.setattr("moe_lightning.strategies.placed_experts.set_backend", chosen.append)
     layer = MoELayer(16, 16, 2)
     for kernels in ("grouped", None):
         strategy = ExpertParallelStrategy(kernels=kernels)
