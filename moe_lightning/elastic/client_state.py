@@ -278,7 +278,7 @@ class ClientState:
                 self._finishes.newest = max(self._finishes.newest, finished)
             case {
                 "t": "formed", "number": int(number), "members": list() | tuple() as ids, "probes": dict(probes),
-                "settled": bool(has_set_up),
+                "has_set_up": bool(has_set_up),
             }:  # fmt: skip
                 self._enter(number, ids, probes, has_set_up=has_set_up)
             case {"t": "broken", "number": int(number), "reason": str(reason), "rating": int(rating)}:

@@ -312,7 +312,7 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 Message = dict[str, Any]
 

@@ -152,7 +152,7 @@ class CurrentWorld:
     @cached_property
     def formed(self) -> Message:
         """Message to its members, one for all: it is encoded once."""
-        about = {"members": self.ids, "probes": dict(self.probes), "settled": self.has_set_up}
+        about = {"members": self.ids, "probes": dict(self.probes), "has_set_up": self.has_set_up}
         return {"t": "formed", "number": self.number, **about}
 
 

@@ -26,9 +26,9 @@ def lures(seed: int = 7) -> list[bytes]:
     """What is sent on connections of their own."""
     noise = random.Random(seed)
     greetings = [
-        b'{"moe-lightning": 3, "nonce": "00000000000000000000000000000000"}',
-        b'{"moe-lightning": 3, "nonce": "' + rb"\ud800" * 32 + b'"}',
-        b'{"moe-lightning": 3, "nonce": ""}',
+        b'{"moe-lightning": 4, "nonce": "00000000000000000000000000000000"}',
+        b'{"moe-lightning": 4, "nonce": "' + rb"\ud800" * 32 + b'"}',
+        b'{"moe-lightning": 4, "nonce": ""}',
         b'{"moe-lightning": 99, "nonce": "00000000000000000000000000000000"}',
         b'{"moe-lightning": 1e999, "nonce": NaN}',
         b'{"moe-lightning": true, "nonce": null}',

@@ -180,7 +180,7 @@ def test_a_client_with_another_secret_is_turned_away_in_a_sentence(served: Rende
 def test_words_without_proof_are_not_taken(served: RendezvousServer) -> None:
     """A stranger leaves the proof out and goes on as if it had been accepted."""
     with connected(served) as stranger:
-        stranger.sendall(frame(b'{"moe-lightning": 3, "nonce": "' + b"0" * 32 + b'"}'))
+        stranger.sendall(frame(b'{"moe-lightning": 4, "nonce": "' + b"0" * 32 + b'"}'))
         assert stranger.recv(4096)
         stranger.sendall(frame(bytes(32) + b'{"t": "launcher", "token": "x", "expected": 2}'))
         assert stranger.recv(4096) == b""

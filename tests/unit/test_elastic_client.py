@@ -46,7 +46,7 @@ def test_who_comes_later_is_younger_though_the_clock_was_set_back(monkeypatch: p
 def formed(state: ClientState, number: int, peers: list[str], *, is_inside: bool = True) -> Message:
     ids = [*([state.member_id] if is_inside else []), *peers]
     probes = {node_of(member_id): ["10.0.0.1", 7] for member_id in ids}
-    return {"t": "formed", "number": number, "members": ids, "probes": probes, "settled": False}
+    return {"t": "formed", "number": number, "members": ids, "probes": probes, "has_set_up": False}
 
 
 EVENTS = st.one_of(

@@ -31,7 +31,7 @@ SETTINGS = ElasticSettings(hang_timeout_s=0.5, build_timeout_s=0.1, start_timeou
 def test_who_hangs_in_a_broken_world(steps: int, seconds: float, is_ended: bool) -> None:
     state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
     state.start_join(is_ready=True, is_spare=False)
-    state.receive({"t": "formed", "number": 1, "members": [state.member_id], "probes": {}, "settled": False}, 0.0)
+    state.receive({"t": "formed", "number": 1, "members": [state.member_id], "probes": {}, "has_set_up": False}, 0.0)
     state.guard(state.world.members)
     for _ in range(steps):
         state.record_progress()

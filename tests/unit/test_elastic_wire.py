@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_lightning.elastic import server
-from moe_lightning.elastic.protocol import Address, Channel, Message, Refused, WireError, encode
+from moe_lightning.elastic.protocol import PROTOCOL, Address, Channel, Message, Refused, WireError, encode
 from moe_lightning.elastic.server import WorldStore
 from moe_lightning.errors import ConfigurationError
 
@@ -132,9 +132,9 @@ def test_strangers_bytes_are_refused_or_waited_for(garbage: bytes) -> None:
 @pytest.mark.parametrize(
     "greeting",
     [
-        {"moe-lightning": 3, "nonce": "\ud800" * 32},
-        {"moe-lightning": 3, "nonce": "a b"},
-        {"moe-lightning": 3, "nonce": ""},
+        {"moe-lightning": PROTOCOL, "nonce": "\ud800" * 32},
+        {"moe-lightning": PROTOCOL, "nonce": "a b"},
+        {"moe-lightning": PROTOCOL, "nonce": ""},
         {"proof": "00"},
         {"t": "died", "token": "x", "how": "y"},
     ],
@@ -146,14 +146,14 @@ def test_greetings_that_are_none(greeting: Message) -> None:
 
 def test_a_proof_that_is_none_is_refused() -> None:
     server = Channel(SECRET, is_server=True)
-    server.receive(framed({"moe-lightning": 3, "nonce": "0" * 32}))
+    server.receive(framed({"moe-lightning": PROTOCOL, "nonce": "0" * 32}))
     with pytest.raises(Refused, match="the secrets differ"):
         server.receive(framed({"proof": "\ud800"}))
 
 
 def test_another_version_is_told_to_both() -> None:
     server, client = Channel(SECRET, is_server=True), Channel(SECRET, is_server=False)
-    with pytest.raises(Refused, match="protocol 99 meets 3"):
+    with pytest.raises(Refused, match=f"protocol 99 meets {PROTOCOL}:"):
         server.receive(framed({"moe-lightning": 99, "nonce": "0" * 32}))
     with pytest.raises(Refused, match="install the same moe-lightning everywhere"):
         carry(server, client)
