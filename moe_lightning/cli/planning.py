@@ -28,7 +28,7 @@ from moe_lightning.data.tokenizer import BYTES, check_tokenizer, is_trained, loa
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
-from moe_lightning.parallel.mesh import STAGES_PER_RANK
+from moe_lightning.parallel.mesh import MICRO_BATCHES_PER_RANK, STAGES_PER_RANK
 from moe_lightning.simulate.memory import RankMemory, rank_memory
 from moe_lightning.simulate.mesh import DENSE, MeshSpec
 from moe_lightning.simulate.scenario import format_bytes
@@ -180,7 +180,7 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
     pp = axes.get("pp", 1)
     micro_batches = trainer.get("accumulate_grad_batches", 1)
     if pp > 1:
-        micro_batches *= strategy.get("micro_batches") or 2 * pp
+        micro_batches *= strategy.get("micro_batches") or MICRO_BATCHES_PER_RANK * pp
     recovery = config["callbacks"].get("fault_recovery") or {}
     groups = max(1, num_ranks // (strategy.get("ep_size") or num_ranks))
     on_cpu = trainer.get("accelerator") not in ("gpu", "cuda")

@@ -28,6 +28,9 @@ ScheduleName = Literal["1f1b", "interleaved"]
 
 STAGES_PER_RANK: dict[ScheduleName, int] = {"1f1b": 1, "interleaved": 2}
 
+MICRO_BATCHES_PER_RANK = 2
+"""Micro-batches of a batch for each rank of a pipeline, where the user gives no number."""
+
 Groups = tuple[tuple[int, ...], ...]
 """Ranks that share one copy each, in the order of their parts; all of one size."""
 

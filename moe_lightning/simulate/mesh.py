@@ -25,7 +25,7 @@ Dense = Literal["ddp", "zero1", "fsdp", "hsdp"]
 DENSE: tuple[Dense, ...] = get_args(Dense)
 Size = Annotated[int, Interval(ge=1, le=1e5)]
 
-_MICRO_BATCHES_PER_STAGE = 4
+_MOST_MICRO_BATCHES_PER_STAGE = 4
 
 
 @validated
@@ -83,7 +83,7 @@ class MeshSpec:
             return self.micro_batches
         if self.pp == 1:
             return 1
-        most = max(1, min(_MICRO_BATCHES_PER_STAGE * self.pp, int(slice_samples)))
+        most = max(1, min(_MOST_MICRO_BATCHES_PER_STAGE * self.pp, int(slice_samples)))
         return most if self.chunks == 1 else max(1, most // self.pp * self.pp)
 
     def weight_shards(self, num_ranks: int, ranks_per_node: int) -> int:

@@ -16,7 +16,7 @@ from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.experts import Experts
 from moe_lightning.moe.layer import moe_layers
-from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
+from moe_lightning.parallel.mesh import MICRO_BATCHES_PER_RANK, STAGES_PER_RANK, ScheduleName
 from moe_lightning.state.tensors import frozen_base
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 
@@ -155,7 +155,7 @@ def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int)
                 f"schedule={schedule} and micro_batches={wanted} are for pipelines, and mesh.pp is 1: drop them"
             )
         return 1
-    micros = 2 * ranks if wanted is None else wanted
+    micros = MICRO_BATCHES_PER_RANK * ranks if wanted is None else wanted
     if micros < ranks:
         raise ConfigurationError(
             f"micro_batches={micros} cannot fill the {ranks} stages of mesh.pp: use at least {ranks}"
