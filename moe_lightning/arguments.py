@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Interval
+from typing_extensions import override
 
 from moe_lightning import __version__
 from moe_lightning.config import described, fits, shown
@@ -33,6 +35,21 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **keywords})
         if " " not in self.prog:  # no subcommand
             self.add_argument("--version", action="version", version=f"{self.prog} {__version__}")
+
+    @override
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse what is known. The word help alone in the place of a subcommand is --help, and a subcommand refuses the
+        rest itself, since its own --help lists its options.
+        """
+        given = sys.argv[1:] if args is None else list(args)
+        if given == ["help"] and self._subparsers is not None:
+            given = ["--help"]
+        known, rest = super().parse_known_args(given, namespace)
+        if rest and " " in self.prog:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return known, rest
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""

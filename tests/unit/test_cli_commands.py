@@ -57,7 +57,7 @@ def test_every_command_has_a_version(
     assert capsys.readouterr().out == f"{program} {__version__}\n"
 
 
-@pytest.mark.parametrize("program", ["moe-train", "moe-sim"])
+@pytest.mark.parametrize("program", ["moe-train", "moe-sim", "moe-bench", "moe-ckpt", "moe-data"])
 def test_help_is_a_word_too(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [program, "help"])
     assert exit_code(COMMANDS[program]) == 0
