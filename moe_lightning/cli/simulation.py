@@ -15,6 +15,7 @@ from moe_lightning.cli.composition import (
     CONFIG_DIR,
     build_object,
     check_arguments,
+    choices,
     composition_errors,
     config_folder,
     with_quotes,
@@ -277,7 +278,7 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigurationError: an override that cannot be read, or a key or choice that there is not.
     """
-    _check_recipe(overrides)
+    _check_choices(overrides)
     with (
         composition_errors(overrides, CONFIG_NAME),
         config_folder(),
@@ -298,15 +299,20 @@ def compose_simulation(overrides: Sequence[str]) -> dict[str, Any]:
     return config
 
 
-def _check_recipe(overrides: Sequence[str]) -> None:
-    """Name the recipes that are for simulations where another one was chosen."""
-    folder = CONFIG_DIR / "recipes"
-    simulated = sorted(path.stem for path in folder.glob("*_sim.yaml"))
+def _check_choices(overrides: Sequence[str]) -> None:
+    """Refuse recipes and models that are for moe-train alone."""
     for override in overrides:
         group, _, name = override.partition("=")
-        if group == "recipes" and name not in simulated and (folder / f"{name}.yaml").is_file():
+        if group not in ("recipes", "model") or name not in choices(group):
+            continue
+        if group == "recipes" and not name.endswith("_sim"):
+            simulated = ", ".join(recipe for recipe in choices(group) if recipe.endswith("_sim"))
             raise ConfigurationError(
-                f"recipes={name} is for moe-train: use one of {', '.join(simulated)}, or give model, nodes and hardware"
+                f"{override} is for moe-train: use one of {simulated}, or give model, nodes and hardware"
+            )
+        if group == "model" and "module" in OmegaConf.load(CONFIG_DIR / group / f"{name}.yaml"):
+            raise ConfigurationError(
+                f"{override} is for moe-train, and moe-sim simulates GPTs alone: give one of these, such as model=gpt_l"
             )
 
 
