@@ -146,6 +146,7 @@ that losses are never reported too low."""
 @validated
 class CheckpointLedger:
     """Ledger of one run: tokens by (layer, expert), those that faults have lost, and checkpoints; equal on every rank.
+    Its tables are replaced and never changed in place, so a shallow copy stays as it is.
 
     Turns follow from the snapshots taken, which are equal on every rank. Only agents see which snapshots become
     checkpoints; each one they commit holds everything that was due by then (`Piece.due`), so turns do not depend on it.
@@ -178,18 +179,18 @@ class CheckpointLedger:
         self._shape = (num_layers, num_experts)
         self._planned = np.array(np.broadcast_to(np.asarray(planned_assignments, dtype=np.int64), (num_layers,)))
         self.processed: IntArray = np.zeros(self._shape, dtype=np.int64)
-        self.in_memory = self.processed.copy()
+        self.in_memory = self.processed
         self.lost: IntArray = np.zeros(num_layers, dtype=np.int64)
         self._owners, self._num_ranks = owners, num_ranks
         self._scopes, self._order = scopes, order
         self._ordinal = 0
         self._persisted_version = np.full(self._shape, -1, dtype=np.int64)
-        self._persisted_processed = np.zeros(self._shape, dtype=np.int64)
+        self._persisted_processed = self.processed
         self._history: dict[int, IntArray] = {}
 
     def record(self, counts: IntArray) -> None:
         """Add processed assignments, int64 [L, E], summed over all ranks."""
-        self.processed += counts
+        self.processed = self.processed + counts
 
     def plt_of(self, lost_per_layer: IntArray) -> float:
         """The PLT that losing int64 [L] tokens amounts to, by MoC-System's definition: the mean over layers of lost /
@@ -243,9 +244,8 @@ class CheckpointLedger:
         self.in_memory = np.where(plan.snapshot.mask(), self.processed, self.in_memory)
         self._persisted_version = np.where(written, step, self._persisted_version)
         self._persisted_processed = np.where(written, self.processed, self._persisted_processed)
-        self._history[step] = self.processed.copy()
-        for old in sorted(self._history)[:-_HISTORY]:
-            del self._history[old]
+        known = self._history | {step: self.processed}
+        self._history = {kept: known[kept] for kept in sorted(known)[-_HISTORY:]}
         self._ordinal += 1
 
     @property

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -136,7 +136,7 @@ class HeldSnapshot:
         nodes: writers, in the order of the world.
         versions_LE: step of the newest copy of each expert in it.
         writer_LE: which of the nodes wrote each expert.
-        counts: the ledger of tokens then; empty where it is not kept.
+        ledger: of tokens, as it was then.
         lost: nodes that have failed since.
     """
 
@@ -144,7 +144,7 @@ class HeldSnapshot:
     nodes: tuple[int, ...]
     versions_LE: IntArray
     writer_LE: IntArray
-    counts: Mapping[str, Any]
+    ledger: CheckpointLedger
     lost: set[int] = field(default_factory=set)
 
     def experts_by_writer(self) -> dict[int, tuple[HeldExpert, ...]]:
@@ -289,7 +289,7 @@ class SavedState:
         self._memory_versions = self._storage_versions = nobody
         # On storage: at first the initial state, which anybody can make and no node has in memory.
         self.stored = HeldSnapshot(
-            mark=Mark(), nodes=(), versions_LE=nobody, writer_LE=nobody, counts=self._counts.state_dict()
+            mark=Mark(), nodes=(), versions_LE=nobody, writer_LE=nobody, ledger=copy(self._counts)
         )
         self.newest = self.stored
         self._pending: deque[_Pending] = deque()
@@ -345,8 +345,8 @@ class SavedState:
         self._pending.append(_Pending(snapshot=self.newest, stored_LE=stored, done_ns=done_ns, nbytes=nbytes))
 
     def _taken(self, mark: Mark, nodes: tuple[int, ...], versions_LE: IntArray, writer_LE: IntArray) -> HeldSnapshot:
-        counts = self._counts.state_dict() if self.partial else {}
-        return HeldSnapshot(mark=mark, nodes=nodes, versions_LE=versions_LE, writer_LE=writer_LE, counts=counts)
+        ledger = copy(self._counts)
+        return HeldSnapshot(mark=mark, nodes=nodes, versions_LE=versions_LE, writer_LE=writer_LE, ledger=ledger)
 
     def commit_written(self, now_ns: int) -> None:
         """Commit what has been written by now; what is older than the newest of it is void."""
@@ -397,7 +397,8 @@ class SavedState:
             stale = np.argwhere(plan.versions < plan.version).tolist()
             lost = self._counts.lose({(layer, expert): int(plan.versions[layer, expert]) for layer, expert in stale})
         else:
-            lost = self._counts.restore(self._saved_at(plan.version).counts, plan.version, plan.versions)
+            saved = self._saved_at(plan.version).ledger.state_dict()
+            lost = self._counts.restore(saved, plan.version, plan.versions)
         if self._dynamic is not None:
             self._dynamic.after_fault(self._counts.plt_of(lost.sum(axis=1)))
             self._raise_k()

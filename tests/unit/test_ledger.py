@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from copy import copy
 
 import numpy as np
 import pytest
@@ -196,6 +197,20 @@ def test_losses_are_never_told_too_low_where_storage_stood_still_for_long() -> N
         exact = tokens[100] - tokens[version]
         assert (lost >= exact).all()
         assert version < 37 or (lost == exact).all()
+
+
+def test_a_shallow_copy_stays_as_it_is() -> None:
+    kept, counts = new_ledger(2, 4), np.full((2, 4), 10)
+    kept.record(counts)
+    kept.begin(1, kept.plan(2, 1))
+    saved, copied = kept.state_dict(), copy(kept)
+    kept.record(counts)
+    kept.begin(2, kept.plan(2, 1))
+    kept.lose({(0, 1): 1})
+    kept.restore(saved, 1, np.zeros((2, 4), dtype=np.int64))
+    kept.record(counts)
+    kept.begin(3, kept.plan(2, 1))
+    assert dump_object(copied.state_dict()) == dump_object(saved)
 
 
 def test_books_stay_small_however_many_checkpoints_are_begun() -> None:
