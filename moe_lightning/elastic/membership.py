@@ -199,7 +199,7 @@ class ElasticSettings:
             from its world (stopped, frozen, cut off). A thread in Python sends heartbeats: keep this above the longest
             call that holds Python's lock.
         rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
-            when ranks come or go.
+            when ranks come or go. A rank that was evicted for dead links waits as long for the nodes behind them.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
             broke ends its process, so that the others need not wait for it; after two seconds in a collective that an
             abort does not free. Before its first step, in which kernels compile and communicators begin, it may take

@@ -27,7 +27,8 @@ and those to a worker:
     broken        that world is broken: the reason, and how good it is
     waiting       number of newcomers, which its world admits when it breaks up between two steps
     spare         it waits until there are enough for a multiple
-    evicted       it is no member any more, and may register under another name, once these nodes answer its probes
+    evicted       it is no member any more, and may register under another name: when these nodes have answered its
+                  probes, or after `rendezvous_timeout_s` without an answer
     finished      the run has ended
 
 A launcher sends "launcher" with the health of its machine, "died" for a worker, and heartbeats. It is sent "health",
@@ -776,7 +777,7 @@ class RendezvousState:
         """Evict a member, which may register again under another name.
 
         Args:
-            unreached: nodes that must answer its probes before.
+            unreached: nodes that should answer its probes before.
         """
         world = self.world
         if world is not None and world.holds(member.id):
