@@ -16,8 +16,9 @@ from moe_lightning.balancing.forecast import AgreedSpeeds
 from moe_lightning.balancing.packing import packed_placement
 from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
-from moe_lightning.callbacks import speeds
-from moe_lightning.callbacks.load_balancer import balanced_ranks, min_replicas
+from moe_lightning.callbacks import load_balancer, speeds
+from moe_lightning.callbacks.calibration import CostMeter
+from moe_lightning.callbacks.load_balancer import LoadBalancer, balanced_ranks, min_replicas
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.dispatch.quota import balanced_quota
@@ -119,12 +120,13 @@ def test_lost_protection_is_restored_though_nobody_is_busier() -> None:
 class KnownNodes:
     """What the balancer asks a strategy for, on ranks whose nodes alternate."""
 
-    def __init__(self, is_elastic: bool = False, promised: int = 1) -> None:
+    def __init__(self, is_elastic: bool = False, promised: int = 1, nodes: tuple[int, ...] = (0, 1, 0, 1)) -> None:
         groups, experts = SimpleNamespace(groups=[range(4)]), SimpleNamespace(num_slots=3)
         layer = SimpleNamespace(num_experts=EXPERTS, dispatcher=groups, experts=experts)
         self.experts = SimpleNamespace(layers=[layer])
-        self.world = SimpleNamespace(size=4, nodes=(0, 1, 0, 1))
-        stages = SimpleNamespace(layers=[layer], without_layers=[], nodes=tuple)
+        self.shadow_dtype = None
+        self.world = SimpleNamespace(size=4, nodes=nodes, stage=SimpleNamespace(size=4))
+        stages = SimpleNamespace(layers=[layer], numbers=(0,), without_layers=[], nodes=tuple)
         self.state = SimpleNamespace(stages=stages)
         self.worlds = SimpleNamespace(is_elastic=is_elastic)
         self.placing = SimpleNamespace(promised_replicas=promised)
@@ -140,6 +142,30 @@ def test_the_balancer_promises_no_less_than_recovery() -> None:
     assert min_replicas(KnownNodes(promised=2), 3) == 3  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"min_replicas=1 would move .* min_replicas=2 .* use at least 2"):
         min_replicas(KnownNodes(promised=2), 1)  # type: ignore[arg-type]
+
+
+class _Accepted(Exception):
+    """The balancer goes on to plan."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "is_elastic", "is_refused"),
+    [((0, 0, 1, 1), False, True), ((0, 0, 0, 0), True, True), ((0, 0, 0, 0), False, False)],
+)
+def test_a_rule_of_one_node_is_refused_where_there_are_or_may_be_several(
+    nodes: tuple[int, ...], is_elastic: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accepted(*_: Any) -> None:
+        raise _Accepted
+
+    strategy: Any = KnownNodes(is_elastic, promised=2, nodes=nodes)
+    monkeypatch.setattr(load_balancer, "own_strategy", lambda *_: strategy)
+    monkeypatch.setattr(CostMeter, "begin", accepted)
+    trainer: Any = SimpleNamespace()
+    module: Any = SimpleNamespace(automatic_optimization=True)
+    refusal = pytest.raises(ConfigurationError, match="placement_rule=compact leaves experts on one node")
+    with refusal if is_refused else pytest.raises(_Accepted):
+        LoadBalancer(placement_rule="compact", shadows="none").on_train_start(trainer, module)
 
 
 def test_even_loads_move_nothing_and_need_no_shadows() -> None:
