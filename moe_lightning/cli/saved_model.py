@@ -177,9 +177,10 @@ def precision_of(saved: SavedModel) -> Iterator[None]:
 
 
 def _trained_dtype(dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    """The dtype of adapters among tensors by name; without any that of experts, or float32."""
-    adapters = [dtype for name, dtype in dtypes.items() if "lora_" in name]
-    return next(iter(adapters + [dtype for name, dtype in dtypes.items() if name.endswith("w_up")]), torch.float32)
+    """The dtype of adapters among tensors by name; without any that of experts, or of a GPT without these."""
+    kinds = ("lora_", "w_up", ".token_embedding.")
+    found = (dtype for kind in kinds for name, dtype in dtypes.items() if kind in name)
+    return next(found, torch.float32)
 
 
 def require_known(names: Iterable[str], known: Iterable[str], path: Place) -> None:

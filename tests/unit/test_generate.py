@@ -103,6 +103,14 @@ def test_cached_text_is_that_of_a_loop_without_cache(style: str) -> None:
     assert logits.shape == (1, len(IDS), 64), "the model is as it was"
 
 
+@pytest.mark.parametrize("style", ["gpt2", "dense"])
+def test_a_model_is_opened_in_the_precision_of_its_training(style: str, tmp_path: Path) -> None:
+    trained = gpt(**STYLES[style]).bfloat16()
+    network = open_language_model(str(save(trained, tmp_path / "run.ckpt")), tokenizer="bytes").network
+    assert network.token_embedding.weight.dtype == torch.bfloat16
+    assert list(generate(network, IDS, GREEDY, 5)) == list(generate(trained.model, IDS, GREEDY, 5))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 5}, {"temperature": 1.5, "top_p": 0.7},
