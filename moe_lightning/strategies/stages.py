@@ -498,7 +498,7 @@ class StageMap:
         cut: the stages on this rank.
         num_stages: of the model.
         held: stages whose dense values are on this rank.
-        placements: of all layers of a pipeline, each among the ranks of its stage.
+        placements: of all layers of a pipeline, each among the ranks of its stage; without one they are not read.
     """
 
     def __init__(self, module: nn.Module, worlds: Worlds, cut: StageCut | None = None) -> None:
@@ -623,7 +623,9 @@ class StageMap:
     @property
     def dense_holders(self) -> Sequence[tuple[int, ...]]:
         """Global ranks that hold each part of the dense parameters."""
-        return [tuple(ranks) for ranks in self._ranks] or self.world.row_cut.holders
+        if self.num_stages == 1:
+            return self.world.row_cut.holders
+        return [tuple(ranks) for ranks in self.ranks]
 
     def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
         """Remove absent parameters from the optimizers, which were built with all parameters."""
@@ -673,7 +675,7 @@ class StageMap:
                 ExpertStack(
                     parameters=layer.experts.stacked_parameters() if stack is None else stack.parameters,
                     slot_experts=() if stack is None else stack.slot_experts,
-                    placement=here.over(self._ranks[stage], self.world.size),
+                    placement=here.over(self.ranks[stage], self.world.size),
                     rank=self.world.rank,
                     base=layer.experts.base_names,
                 )
