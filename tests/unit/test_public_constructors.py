@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 import moe_lightning
+from moe_lightning import ExpertParallelStrategy, LoadBalancer, PartialExpertsCheckpoint
+from moe_lightning.balancing.planner import BalancePolicy
+from moe_lightning.callbacks.speeds import SpeedPolicy
+from moe_lightning.checkpoint.policy import CheckpointSettings
 from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.strategies.placed_experts import PlacementOptions
 from tests.sweep.values import VALUES
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -45,6 +50,22 @@ def test_wrong_arguments_are_named(name: str, tmp_path: Path, monkeypatch: pytes
     assert cases
     wrong = [f"{argument}={label}: {told}" for argument, label in cases if (told := _told(cls, argument, label))]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("cls", "policy"),
+    [
+        (LoadBalancer, BalancePolicy),
+        (LoadBalancer, SpeedPolicy),
+        (PartialExpertsCheckpoint, CheckpointSettings),
+        (ExpertParallelStrategy, PlacementOptions),
+    ],
+)
+def test_defaults_are_those_of_the_policy_that_is_made(cls: type, policy: type) -> None:
+    given, own = inspect.signature(cls).parameters, inspect.signature(policy).parameters
+    shared = (given.keys() & own.keys()) - {"min_replicas"}  # of the balancer: as many as FaultRecovery promises
+    assert len(shared) > 2
+    assert {name: given[name].default for name in shared} == {name: own[name].default for name in shared}
 
 
 def _told(cls: type, argument: str, label: str) -> str | None:
