@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,6 @@ def batches_of(indices: BatchIndices) -> object:
 # ---------------------------------------------------------------------- methods that are replaced
 
 _REPLACED = "_moe_lightning_replaced"
-_HOOK = "on_train_batch_end"
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -74,11 +73,8 @@ def use_own_methods(trainer: pl.Trainer) -> None:
     """Undo what functions of this module have replaced in the parts of a Trainer, its precision plugin among them."""
     fit, connectors = trainer.fit_loop, (trainer._signal_connector, trainer._logger_connector)
     loops = (fit, fit.epoch_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    for owner in (*connectors, *loops, trainer.precision_plugin):
+    for owner in (*connectors, *loops, trainer.precision_plugin, trainer.profiler):  # type: ignore[attr-defined]
         _restore(owner)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(watched := vars(callback).get(_HOOK), _WatchedHook):
-            watched.end_watch(callback)
 
 
 # ---------------------------------------------------------------------- launching
@@ -458,9 +454,12 @@ class BatchEnd:
         """Callbacks, the module, and the log."""
         return len(trainer.callbacks) + 2  # type: ignore[attr-defined]
 
-    def reach(self, part: int, *, begins: bool) -> None:
-        """Note that a part begins, which ends those before it."""
-        self.done, self.has_begun = part, begins
+    @contextmanager
+    def next_part(self) -> Generator[None, None, None]:
+        """Note that the next part begins, and that it has ended, unless it raises."""
+        self.has_begun = True
+        yield
+        self.done, self.has_begun = self.done + 1, False
 
     def keep_log(self, trainer: pl.Trainer) -> None:
         """Keep what the step has logged, which Lightning drops at the end of an epoch; in `on_train_epoch_end`."""
@@ -473,8 +472,9 @@ class BatchEnd:
         """
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
         for index, owner in enumerate([*callbacks, module][: self.done]):
-            if type(owner).on_train_batch_end.__code__ is _OF_RANK_ZERO:
-                owner.on_train_batch_end(*(() if index == len(callbacks) else (trainer, module)), *self.arguments)
+            hook = owner.on_train_batch_end
+            if getattr(hook, "__code__", None) is _OF_RANK_ZERO:
+                hook(*(() if index == len(callbacks) else (trainer, module)), *self.arguments)
         self.done = min(self.done, len(callbacks) + 1)
 
     def skip_failed(self, *, ended: int) -> None:
@@ -490,13 +490,13 @@ class BatchEnd:
         """Do what is left, as the training loop does it."""
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
         while self.done < len(callbacks):
-            self.has_begun, module._current_fx_name = True, _HOOK
-            callbacks[self.done].on_train_batch_end(trainer, module, *self.arguments)
-            self.done, self.has_begun, module._current_fx_name = self.done + 1, False, None
+            module._current_fx_name = "on_train_batch_end"
+            with self.next_part():
+                callbacks[self.done].on_train_batch_end(trainer, module, *self.arguments)
+            module._current_fx_name = None
         if self.done == len(callbacks):
-            self.has_begun = True
-            call._call_lightning_module_hook(trainer, _HOOK, *self.arguments)
-            self.done, self.has_begun = self.done + 1, False
+            with self.next_part():
+                call._call_lightning_module_hook(trainer, "on_train_batch_end", *self.arguments)
         if self.done < self.num_parts(trainer):
             connector = trainer._logger_connector
             if self.logged is not None:
@@ -513,61 +513,31 @@ class BatchEnd:
 _OF_RANK_ZERO = rank_zero_only(lambda: None).__code__  # the wrapper's, which all such functions share
 
 
-@dataclass
-class _WatchedHook:
-    """A callback's hook `on_train_batch_end`, whose begin and end are noted in the running `BatchEnd`, if there is one.
-
-    Attributes:
-        own: the hook.
-        part: its number.
-        running: returns the `BatchEnd`.
-        is_last: the module's hook follows, which nothing else shows.
-    """
-
-    own: Callable[..., None]
-    part: int
-    running: Callable[[], BatchEnd | None]
-    is_last: bool
-
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        end = self.running()
-        if end is not None:
-            end.reach(self.part, begins=True)
-        self.own(*arguments, **named)
-        if end is not None:
-            end.reach(self.part + 1, begins=self.is_last)
-
-    def end_watch(self, callback: Any) -> None:
-        """Give the callback its own hook back."""
-        del vars(callback)[_HOOK]
-        if getattr(callback, _HOOK) != self.own:  # that of this object alone
-            vars(callback)[_HOOK] = self.own
-
-
 def watch_batch_ends(trainer: pl.Trainer, running: Callable[[], BatchEnd | None]) -> None:
     """Note in a `BatchEnd` which of its parts begin and end, until `use_own_methods`. No public hook comes around
-    those of callbacks.
+    other hooks, but the profiler does, under a name.
 
     Args:
         running: returns the end of the batch that runs; None: nothing is noted.
     """
-    callbacks, connector = trainer.callbacks, trainer._logger_connector  # type: ignore[attr-defined]
-    log = len(callbacks) + 1
-    for part, callback in enumerate(callbacks):
-        own = getattr(callback, _HOOK)
-        vars(callback)[_HOOK] = _WatchedHook(own, part, running, is_last=part == len(callbacks) - 1)
+    connector: Any = trainer._logger_connector
+    own = trainer.profiler.profile  # type: ignore[attr-defined]
 
-    def on_batch_end() -> None:
-        if trainer.training and (end := running()) is not None:  # the batches of a validation end here as well
-            end.reach(log, begins=True)
-        type(connector).on_batch_end(connector)
+    @contextmanager
+    def noted(end: BatchEnd, action_name: str) -> Generator[str, None, None]:
+        with end.next_part(), own(action_name):
+            yield action_name
+        end.has_begun = end.done == end.num_parts(trainer) - 1  # the log, which is no hook, follows at once
+
+    def profile(action_name: str) -> AbstractContextManager[Any]:
+        end = running() if action_name.endswith(".on_train_batch_end") else None
+        return own(action_name) if end is None else noted(end, action_name)
 
     def update_train_step_metrics() -> None:
-        type(connector).update_train_step_metrics(connector)
-        if (end := running()) is not None:
-            end.reach(log + 1, begins=False)
+        with nullcontext() if (end := running()) is None else end.next_part():
+            type(connector).update_train_step_metrics(connector)
 
-    _replace(connector, "on_batch_end", on_batch_end)
+    _replace(trainer.profiler, "profile", profile)  # type: ignore[attr-defined]
     _replace(connector, "update_train_step_metrics", update_train_step_metrics)
 
 

@@ -1,0 +1,73 @@
+"""Hooks of a training batch are counted as they run, and stay the user's own."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partialmethod
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities import rank_zero_only
+
+from moe_lightning.compat.private_lightning import BatchEnd, use_own_methods, watch_batch_ends
+
+ENDS: list[BatchEnd] = []
+"""Of the batches that have begun."""
+
+
+class Watched(pl.Callback):
+    """Adds another callback once the hooks are watched, and pickles itself in its hook."""
+
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        watch_batch_ends(trainer, lambda: ENDS[-1])
+        trainer.callbacks.append(Failing())
+
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        ENDS.append(BatchEnd((None, batch, batch_idx)))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        assert [ENDS[-1].done, ENDS[-1].has_begun] == [trainer.callbacks.index(self), True]
+        pickle.dumps(self)
+
+
+class Failing(pl.Callback):
+    """Fails in the third batch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise InterruptedError
+
+
+def test_hooks_of_a_batch_are_counted_as_they_run() -> None:
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    trainer: Any = pl.Trainer(max_steps=5, accelerator="cpu", callbacks=[Watched()], **options)
+    ENDS.clear()
+    with pytest.raises(InterruptedError):
+        trainer.fit(BoringModel())
+    whole = BatchEnd.num_parts(trainer)
+    failed = trainer.callbacks.index(next(c for c in trainer.callbacks if isinstance(c, Failing)))
+    assert [(end.done, end.has_begun) for end in ENDS] == [(whole, False), (whole, False), (failed, True)]
+    use_own_methods(trainer)
+    assert "profile" not in vars(trainer.profiler)
+
+
+class InParts(pl.Callback):
+    """Its hook is no plain function."""
+
+    def _end(self, name: str, *_: Any) -> None:
+        pass
+
+    on_train_batch_end = partialmethod(_end, "a name")  # type: ignore[assignment]
+
+
+def test_hooks_of_rank_zero_are_known_where_an_object_alone_has_them() -> None:
+    ran: list[int] = []
+    logging = LambdaCallback(on_train_batch_end=rank_zero_only(lambda *arguments: ran.append(arguments[-1])))
+    trainer: Any = SimpleNamespace(callbacks=[InParts(), logging], lightning_module=BoringModel())
+    BatchEnd((None, torch.ones(1), 7), done=4).repeat_for_rank_zero(trainer)
+    assert ran == [7]
