@@ -56,8 +56,8 @@ def dense_sharding_name(dense: str, shard_size: int | None) -> str:
     Raises:
         ConfigurationError: an unknown one, or a `shard_size` that it does not use.
     """
-    DENSE_SHARDINGS.find(dense)
-    if shard_size is not None and dense in ("ddp", "zero1", "fsdp"):
+    size_of = getattr(DENSE_SHARDINGS.find(dense), "cut_size", FullySharded.cut_size)
+    if shard_size is not None and size_of is FullySharded.cut_size:
         raise ConfigurationError(f"shard_size={shard_size} is for dense=hsdp, not dense={dense}: drop one of them")
     return dense
 
@@ -159,7 +159,6 @@ def cut_groups(dense: str, nodes: Sequence[object], wanted: int | None, tensors:
         nodes: of each rank.
         wanted: the user's `shard_size`.
         tensors: neighbouring ranks that compute parts of layers together.
-
     """
     size_of = getattr(DENSE_SHARDINGS.find(dense), "cut_size", None)
     firsts = nodes[::tensors]

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape
-from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld, Worlds, call_hook
@@ -88,6 +88,15 @@ def test_ranks_that_shall_share_a_copy_must_be_there() -> None:
     worlds.layout("abcdef")
     worlds.allow_changes()
     worlds.layout("abcd")
+
+
+@pytest.mark.parametrize("like", ["zero1", "fsdp"])
+def test_a_size_of_copies_is_refused_by_a_sharding_of_a_plugin_that_has_none(
+    like: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DENSE_SHARDINGS._members, "mine", DENSE_SHARDINGS[like])
+    with pytest.raises(ConfigurationError, match="shard_size=2 is for dense=hsdp, not dense=mine: drop one of them"):
+        dense_sharding_name("mine", 2)
 
 
 def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
