@@ -247,9 +247,17 @@ def test_clipping_by_what_one_rank_knows_is_refused_before_the_update(
         run_pooled(2, clipped, kind, strategy)
 
 
-def test_a_backward_pass_past_the_strategy_is_named() -> None:
+class ExpertsByHand(BackwardByHand):
+    """Trains experts of one rank each, whose gradients no other rank has to compare with."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for name, p in self.named_parameters() if ".experts." in name], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [BackwardByHand, ExpertsByHand])
+def test_a_backward_pass_past_the_strategy_is_named(kind: type) -> None:
     with pytest.raises(RankFailure, match=r"call self\.manual_backward\(loss\) instead"):
-        run_pooled(2, clipped, BackwardByHand, {})
+        run_pooled(2, clipped, kind, {})
 
 
 def test_clipping_by_torch_is_refused_in_stages() -> None:
