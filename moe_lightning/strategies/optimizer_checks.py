@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -38,6 +38,9 @@ _VECTOR = 64
 _LINE_BYTES = 64
 """Bytes of a vector of torch's fused kernels on the CPU; the rest of a tensor is computed element by element, with
 another rounding."""
+
+_WARNED = WarningCache()
+"""Warnings, each of which several groups and checks would repeat."""
 
 
 def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
@@ -65,7 +68,7 @@ def _require_updates_by_expert(optimizer: Optimizer, group: dict[str, Any], para
         cure = "drop fused=True" if is_fused else _ELEMENTWISE
         raise ConfigurationError(
             f"{type(optimizer).__name__} updates an expert differently beside other experts, so replicas would diverge "
-            f"and the loss would depend on the number of ranks: {cure} for the parameters of experts"
+            f"and the loss would depend on the number of ranks: {cure} for experts"
         )
     if rows:  # it can be tried
         (trial,), replica = _updated(optimizer, group, parameter, _ROWS[-1])
@@ -137,10 +140,9 @@ def _tried(
     try:
         return [_updated(optimizer, group, parameter, n, are_apart=are_apart)[0][0].detach()[-1] for n in numbers]
     except Exception as error:  # of a class that we do not know, on parameters that are not its own
-        rank_zero_warn(
-            f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so whether it "
-            "updates every row by itself, and keeps replicas of experts alike, shows only where check_state_every "
-            "compares them"
+        _WARNED.warn(
+            f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so ranks may "
+            "make other updates than one process would: compare the first steps with ParityDoctor"
         )
         return []
 

@@ -15,7 +15,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -162,6 +166,18 @@ def test_optimizers_that_mix_parameters_are_refused_where_ranks_have_some(kind: 
         require_updates_by_parameter([optimizer], "mesh.pp")
 
 
+def test_trials_of_optimizers_gather_no_rows() -> None:
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        rows = nn.Parameter(DTensor.from_local(torch.ones(4, 8), mesh, [Shard(0)], run_check=False))
+        with CommDebugMode() as collectives:
+            require_updates_by_parameter([torch.optim.AdamW([rows])], "mesh.pp")
+    finally:
+        dist.destroy_process_group()
+    assert collectives.get_total_counts() == 0
+
+
 class DenseClipped(OwnModule):
     """Trains dense parameters only."""
 
@@ -213,10 +229,14 @@ def test_fused_updates_are_refused_where_rows_end_within_a_vector(width: int, is
         require_updates_by_expert([optimizer], parameters)
 
 
-def test_an_optimizer_that_cannot_be_tried_is_told() -> None:
+def test_an_optimizer_that_cannot_be_tried_is_told_once() -> None:
     parameters = stacks()
+    optimizers = [Unknown(parameters, float)]
     with pytest.warns(UserWarning, match=r"Unknown cannot be tried on a small parameter \(TypeError\)"):
-        require_updates_by_expert([Unknown(parameters, float)], parameters)
+        require_updates_by_expert(optimizers, parameters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_updates_by_parameter(optimizers, "dense=zero1")
 
 
 class WithOptimizer(OwnModule):
