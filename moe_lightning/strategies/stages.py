@@ -253,8 +253,8 @@ class StageCut:
             for name, parameter in part.named_parameters(prefix, recurse=False):
                 if parameter.is_meta and self.stage_of(part) in self.stages and not isinstance(part, Experts):
                     raise ConfigurationError(
-                        f"{name} has no values, as another training in a pipeline leaves the stages of other ranks: "
-                        "build the module again and load a checkpoint"
+                        f"{name} is on the meta device and has no values, as parameters of other stages after a "
+                        "training with mesh.pp: build the module again, and load a checkpoint if it was trained"
                     )
 
     def _drop_values(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
