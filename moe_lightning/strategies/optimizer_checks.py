@@ -12,11 +12,12 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import WarningCache
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -39,8 +40,7 @@ _LINE_BYTES = 64
 """Bytes of a vector of torch's fused kernels on the CPU; the rest of a tensor is computed element by element, with
 another rounding."""
 
-_WARNED = WarningCache()
-"""Warnings, each of which several groups and checks would repeat."""
+_warn_once = cache(rank_zero_warn)  # several groups and checks would repeat it
 
 
 def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
@@ -140,7 +140,7 @@ def _tried(
     try:
         return [_updated(optimizer, group, parameter, n, are_apart=are_apart)[0][0].detach()[-1] for n in numbers]
     except Exception as error:  # of a class that we do not know, on parameters that are not its own
-        _WARNED.warn(
+        _warn_once(
             f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so ranks may "
             "make other updates than one process would: compare the first steps with ParityDoctor"
         )
