@@ -1,0 +1,250 @@
+"""State that ranks transfer from world to world: all values of all ranks after a change are those before it.
+
+Ranks meet in a file, without a launcher: it is planned which process trains in which world.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
+from moe_lightning.elastic.membership import MEMBERSHIPS, ElasticSettings, ElasticTask, Members, new_member_id
+from moe_lightning.elastic.worker import Preempted
+from moe_lightning.parallel.abort import store_barrier
+from moe_lightning.state.tensors import cut_of, local
+from moe_lightning.strategies.worlds import ExpertParallelCallback
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import TINY, RandomTokens, make_trainer
+from tests.forks import PATIENCE_S
+from tests.parameters import slow
+
+MODEL: dict[str, Any] = {**TINY, "tie_embeddings": False, "router": {"bias_update_rate": 0.01}}
+Values = dict[str, np.ndarray]
+Kept = tuple[dict[int, Values], dict[int, Values]]
+"""Values of a rank before and after changes of the world, by its number."""
+
+STEPS = 3
+CHANGES = (1, 2)
+"""Steps after which the worlds change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of three worlds: to the processes of the first one others come, then some leave.
+
+    Attributes:
+        worlds: processes of each, in the order of ranks.
+        is_lost: those that leave are lost, instead of leaving on notice.
+        strategy: its options.
+    """
+
+    worlds: tuple[tuple[int, ...], ...] = ((0, 1), (0, 1, 2), (1, 2))
+    is_lost: bool = False
+    strategy: dict[str, Any] = field(default_factory=dict)
+    recovery: dict[str, Any] = field(default_factory=dict)
+
+
+EVEN = ((0, 1), (0, 1, 2, 3), (2, 3))
+RUNS = {
+    "ddp": Run(is_lost=True),
+    "zero1": Run(strategy={"dense": "zero1"}),
+    "fsdp": Run(strategy={"dense": "fsdp"}),
+    "pp zero1": Run(strategy={"mesh": {"pp": 2}, "dense": "zero1", "micro_batches": 2}, worlds=EVEN),
+    "zero1, replay": Run(strategy={"dense": "zero1"}, recovery={"optimizer_replay": True}, is_lost=True),
+    "hsdp": Run(strategy={"dense": "hsdp", "shard_size": 2}, worlds=((0, 1, 2), (0, 1, 2, 3), (1, 2, 3)), is_lost=True),
+    "tp zero1": Run(strategy={"mesh": {"tp": 2}, "dense": "zero1"}, worlds=EVEN),
+    "pp": Run(strategy={"mesh": {"pp": 2}, "micro_batches": 2}, worlds=EVEN),
+}
+QUICK, SLOW = tuple(RUNS)[:4], tuple(RUNS)[4:]
+
+
+class PlannedMembership:
+    """Membership of a process in planned worlds.
+
+    Attributes:
+        is_due: the next world is due.
+    """
+
+    def __init__(self, worlds: tuple[tuple[int, ...], ...], store: Any, task: ElasticTask, multiple: int, /) -> None:
+        self._worlds, self.task, self.store = worlds, task, store
+        self.number = next(number for number, world in enumerate(worlds) if task.slot in world) - 1
+        self.reason: str | None = None
+        self.notice: str | None = None
+        self.is_due = False
+        self._abort: Callable[[], None] | None = None
+
+    def world_exists(self) -> bool:
+        return self.number >= 0
+
+    def has_newcomers(self) -> bool:
+        return self.is_due
+
+    def join(self, *, is_ready: bool = False, is_spare: bool = False) -> Members:
+        self.number += 1
+        self.reason, self.is_due = None, False
+        world = self._worlds[self.number]
+        ids = tuple(new_member_id(f"node{slot}", f"worker{slot}", slot) for slot in world)
+        return Members(number=self.number + 1, ids=ids, rank=world.index(self.task.slot))
+
+    def guard(self, members: Members, abort: Callable[[], None]) -> None:
+        self._abort = abort
+
+    def abort(self, reason: str) -> None:
+        if self._abort is not None:
+            self._abort()
+
+    def withdraw_if_early(self) -> bool:
+        return False
+
+    def is_finished(self) -> bool:
+        return False
+
+    def wait_for_cause(self) -> str | None:
+        return None
+
+    def record_progress(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def listen(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Changing(ExpertParallelCallback):
+    """Changes the world, and keeps the values of this rank before and after.
+
+    Attributes:
+        before, after: values by the number of the world.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.before: dict[int, Values] = {}
+        self.after: dict[int, Values] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        elastic: Any = trainer.strategy.elastic  # type: ignore[attr-defined]
+        engine: PlannedMembership = elastic.engine
+        number, world = engine.number, self._run.worlds[engine.number]
+        due = [*CHANGES, STEPS + 1][number] - trainer.global_step
+        loses = number == 1 and self._run.is_lost
+        leaves = due < 2 and engine.task.slot not in self._run.worlds[number + 1]
+        if due == 1 and not loses:  # the ranks agree on it in the step that begins
+            engine.is_due, engine.notice = True, "it leaves" if leaves else None
+        elif due == 0:
+            self.before[number] = values_of(trainer)
+            if loses:
+                store_barrier(engine.store, "lose a rank", len(world), PATIENCE_S)
+                if leaves:
+                    raise Preempted("it is lost")
+                engine.reason = "a rank was lost"
+                raise dist.DistNetworkError(engine.reason)
+
+    def on_recovered(self, trainer: pl.Trainer, *_: Any) -> None:
+        elastic: Any = trainer.strategy.elastic  # type: ignore[attr-defined]
+        self.after[elastic.engine.number] = values_of(trainer)
+
+
+@torch.no_grad()
+def values_of(trainer: pl.Trainer) -> Values:
+    """Return a copy of each parameter, optimizer state and buffer of this rank by its name: rows of experts one by one,
+    and the whole of what ranks have rows of. Collective.
+    """
+    strategy: Any = trainer.strategy
+    module, found = strategy.lightning_module, dict[str, Any]()
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:  # of another stage
+            continue
+        stack = strategy.experts.stack_of.get(parameter)
+        state = next((o.state[parameter] for o in trainer.optimizers if parameter in o.state), {})
+        cut = cut_of(parameter)
+        part = "" if cut is None or not cut.sections else f" part {strategy.world.row_cut.part.tensor}"
+        for scope, value in {"weight": parameter.detach(), **state}.items():
+            if stack is None:
+                found[f"{name}{part}/{scope}"] = whole(torch.as_tensor(value), parameter)
+            elif torch.as_tensor(value).ndim == 0:
+                found[f"{name} of experts/{scope}"] = value
+            else:
+                found |= {f"{name} of expert {expert}/{scope}": value[slot] for slot, expert in stack.held()}
+    found |= {f"{name}/buffer": buffer for name, buffer in module.named_buffers()}
+    return {key: np.array(value) for key, value in found.items()}
+
+
+def whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Gather a value of the shape of a parameter, of which torch has put rows on other ranks."""
+    if not isinstance(parameter, DTensor) or value.ndim == 0:
+        return value
+    shape: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local(value), parameter.device_mesh, parameter.placements, **shape).full_tensor()
+
+
+def train_in_worlds(rank: int, world_size: int, runs: dict[str, Run]) -> dict[str, Kept]:
+    """Train in the worlds of each run that have this process."""
+    folder, found = Path.cwd(), dict[str, Kept]()
+    store = dist.FileStore(str(folder / "runs"), -1)
+    for name, run in runs.items():
+        store_barrier(store, f"begin {name}", world_size, PATIENCE_S)  # all have left the former groups' collectives
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if all(rank not in world for world in run.worlds):
+            continue
+        worlds = dist.FileStore(str(folder / name), -1)
+        MEMBERSHIPS.register(name)(partial(PlannedMembership, run.worlds, worlds))
+        settings = ElasticSettings(build_timeout_s=PATIENCE_S, hang_timeout_s=2 * PATIENCE_S, membership=name)
+        place: dict[str, Any] = {"node": f"node{rank}", "slot": rank, "expected": len(run.worlds[0])}
+        task = ElasticTask(address="none", secret_file="none", settings=settings, **place)
+        os.environ.update(task.to_environment())
+        changing = Changing(run)
+        callbacks = [changing, FaultRecovery(**run.recovery)]
+        trainer = make_trainer(rank, world_size, run.strategy, max_steps=STEPS, callbacks=callbacks)
+        module = GPTModule(MODEL, OptimizerConfig(lr=3e-3, warmup_steps=2))
+        with suppress(Preempted) if rank not in run.worlds[-1] else nullcontext():
+            trainer.fit(module, DataLoader(RandomTokens(), batch_size=12, shuffle=True))
+            assert trainer.global_step == STEPS
+        found[name] = changing.before, changing.after
+    return found
+
+
+@cache
+def trained(names: tuple[str, ...]) -> list[dict[str, Kept]]:
+    """Train some runs in the same processes, whose first training takes as long as several others."""
+    return run_ranks(4, train_in_worlds, {name: RUNS[name] for name in names})
+
+
+@pytest.mark.parametrize("change", range(len(CHANGES)), ids=["some join", "some leave"])
+@pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOW)])
+def test_every_value_is_there_in_the_next_world(name: str, change: int) -> None:
+    kept = [values[name] for values in trained(QUICK if name in QUICK else SLOW) if name in values]
+    former, held = dict[str, np.ndarray](), Counter[str]()
+    for before, _ in kept:
+        former |= before.get(change, {})
+    for _, after in kept:
+        for key, value in after.get(change + 1, {}).items():
+            held[key] += 1
+            np.testing.assert_array_equal(value, former[key], key)
+    mesh = RUNS[name].strategy.get("mesh", {})
+    ranks = len(RUNS[name].worlds[change + 1]) // mesh.get("pp", 1)  # of a stage
+    for key in former:
+        is_expert, is_state = " of expert" in key, not key.endswith(("/weight", "/buffer"))
+        if "zero1" in name and is_state and not is_expert:
+            assert held[key] == 1, key
+        else:
+            copies = ranks // mesh.get("tp", 1) if " part " in key else ranks
+            assert held[key] >= (min(2, copies) if is_expert else copies), key
