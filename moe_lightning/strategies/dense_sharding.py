@@ -43,7 +43,8 @@ class DenseSharding(Protocol):
 
 class DenseFactory(Protocol):
     """Factory of a `DenseSharding`. With `cut_size(nodes, wanted)`, as FullySharded has, it also shards the rows of
-    parameters over groups of so many ranks, whatever it does with optimizers.
+    parameters over groups of so many ranks, whatever it does with optimizers. With `has_owners = False`, as
+    ReplicatedDense has, its `owners` are always empty.
     """
 
     def __call__(self, parameters: Sequence[nn.Parameter], world: World, /) -> DenseSharding:
@@ -62,8 +63,15 @@ def dense_sharding_name(dense: str, shard_size: int | None) -> str:
     return dense
 
 
+def has_owners(dense: str) -> bool:
+    """True if a sharding, a name of DENSE_SHARDINGS, may give the optimizer state of a parameter to one rank."""
+    return bool(getattr(DENSE_SHARDINGS.find(dense), "has_owners", True))
+
+
 class ReplicatedDense:
     """Sharding under which every rank has every state and makes every update (DDP)."""
+
+    has_owners = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self.owners: Mapping[nn.Parameter, int] = {}

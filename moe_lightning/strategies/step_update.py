@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
+from moe_lightning.strategies.dense_sharding import has_owners
 from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
 from moe_lightning.strategies.optimizer_checks import (
     require_no_exchanged_weights,
@@ -97,8 +98,8 @@ class StepUpdate:
             require_updates_by_row(optimizers)
             if self._state.shards.kind != "ddp":
                 require_no_exchanged_weights(optimizers, self._state.shards.kind)
-            if self._state.shards.kind == "zero1":
-                require_updates_by_parameter(optimizers, "dense=zero1")
+            if has_owners(self._state.shards.kind):
+                require_updates_by_parameter(optimizers, f"dense={self._state.shards.kind}")
             if self._worlds.axes.pp > 1:
                 require_updates_by_parameter(optimizers, "mesh.pp")
         self._num_groups = num_groups

@@ -42,7 +42,7 @@ from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memor
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import require_automatic_optimization, require_own_sharding
 from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
-from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, has_owners
 from moe_lightning.strategies.optimizer_checks import (
     require_host_updates,
     require_one_closure_call,
@@ -91,7 +91,7 @@ class TrainState:
         self._experts: PlacedExperts | None = None
         self._recorded: list[list[list[nn.Parameter]]] = []
         self.stages = StageMap(nn.Module(), worlds)
-        self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=dense != "zero1")
+        self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=not has_owners(dense))
         self.shards = DenseShards(self, self.parts, worlds, dense)
         self.transfer = StateTransfer(self, worlds)
         self.optimizers: Sequence[Optimizer] = []

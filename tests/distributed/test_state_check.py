@@ -34,6 +34,7 @@ from moe_lightning.state.table import State
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies import state_check
 from moe_lightning.strategies.checks import identical_buffers
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseOptimizerShards
 from moe_lightning.strategies.optimizer_checks import require_updates_by_expert, require_updates_by_parameter
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
@@ -194,9 +195,21 @@ def refused_start(rank: int, world_size: int, strategy: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_that_clips_by_itself_is_refused_with_zero1() -> None:
+class DenseInTurn(DenseOptimizerShards):
+    """Sharding of a plugin."""
+
+
+def refused_start_with_a_plugin(rank: int, world_size: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DENSE_SHARDINGS._members, "in_turn", DenseInTurn)
+        return refused_start(rank, world_size, {"dense": "in_turn"})
+
+
+def test_an_optimizer_that_clips_by_itself_is_refused_where_ranks_own_states() -> None:
     for text in run_pooled(2, refused_start, {"dense": "zero1"}):
         assert text.startswith("Clipping updates a parameter by what is in others, and dense=zero1 gives each rank")
+    for text in run_pooled(2, refused_start_with_a_plugin):
+        assert text.startswith("Clipping updates a parameter by what is in others, and dense=in_turn gives each rank")
 
 
 def test_optimizers_that_quantize_large_states_are_refused() -> None:
