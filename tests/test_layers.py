@@ -135,6 +135,18 @@ def is_under(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
+def test_the_state_knows_what_reading_and_writing_weights_takes() -> None:
+    """Whoever calls one of these alone forgets what another sharding, or another router, needs."""
+    known = (".parts.reshard", ".router.find_twins", ".state.find_twins")
+    found = [
+        f"{path}:{line}: call TrainState.before_reading or after_writing instead of {name}"
+        for path, _ in source_files(rooms={"strategies", "callbacks"})
+        for line, name in names_used(path)
+        if f".{name}".endswith(known) and path.name != "train_state.py"
+    ]
+    assert found == []
+
+
 def test_every_room_has_its_rule() -> None:
     assert {room for _, room in source_files()} == set(MAY_IMPORT)
 

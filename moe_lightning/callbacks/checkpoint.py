@@ -392,7 +392,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, full: bool = False) -> None:
         """Begin a checkpoint now, between two steps; every rank must call it."""
         strategy = _strategy(trainer)
-        strategy.state.parts.reshard()  # a callback may have called the module
+        strategy.state.before_reading()
         strategy.update.state_check.before_save(trainer.global_step)
         self.lost.counts.join_stages(strategy.state.stages)
         if self._experts_moved:

@@ -60,7 +60,7 @@ class StateCopy:
     @torch.no_grad()
     def of(cls, strategy: ExpertParallelStrategy, step: int, position: int | None) -> StateCopy:
         """Return a copy of the present state."""
-        strategy.state.parts.reshard()  # a callback may have called the module
+        strategy.state.before_reading()
         return cls(
             step=step,
             position=position,
@@ -264,7 +264,7 @@ class SpikeGuard(ExpertParallelCallback):
         self._copies.clear()
         if source is not None:
             source.restore(strategy.state.module)
-            strategy.state.find_twins()
+            strategy.state.after_writing()
             strategy.update.state_check.schedule.check_next()  # memory may have been damaged before it was copied
             self._copies.append(replace(source, position=self._position))
 

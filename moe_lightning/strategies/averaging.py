@@ -175,7 +175,7 @@ class Averaging:
 
     def _sums_of_others(self) -> MutableMapping[nn.Parameter, int]:
         """Return the sums over the bits of dense weights that no optimizer has: averages are states of optimizers."""
-        self._state.parts.reshard()
+        self._state.before_reading()
         state = self._state.training_state()
         held = {p for optimizer in self._state.optimizers for p in self._state.parameters_of(optimizer)} | state.base
         others = [p for p in state.dense.values() if p not in held and p.is_floating_point() and not p.is_meta]
@@ -205,7 +205,7 @@ class Averaging:
         """
         assert self.averages is not None
         call_hook(self._state.module, ExpertParallelCallback.on_before_weights_swap)
-        self._state.parts.reshard()
+        self._state.before_reading()
         unowned = self._state.shards.unowned
         if not self.are_in_module:
             self._warn_of_others()
@@ -221,7 +221,7 @@ class Averaging:
                 self._state.shards.broadcast_updates(optimizer)
             for parameter, _, gradient in self._set_aside:  # accumulated so far
                 parameter.grad = gradient
-        self._state.find_twins()
+        self._state.after_writing()
 
     def withdraw(self) -> None:
         """Put the weights back into the module if the averages are there; not collective."""

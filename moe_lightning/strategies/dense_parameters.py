@@ -242,7 +242,7 @@ class DenseParts:
         """
         if not self.is_cut:
             return False
-        self.reshard()  # a callback may have called the module
+        self._state.before_reading()
         if not _fits_every_rank(self._state.training_state().dense.values(), most_bytes, world):
             return False
         whole = reshard(self.held(), without_memory(self.blocks(Part())), world)

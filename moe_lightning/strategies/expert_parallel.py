@@ -871,7 +871,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if isinstance(self.precision_plugin, HalfPrecision | DoublePrecision):
             self.precision_plugin.convert_module(module)  # frozen weights are compared in this dtype
         self.checkpoints.load_model(checkpoint, strict=strict)
-        self.state.find_twins()
+        self.state.after_writing()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

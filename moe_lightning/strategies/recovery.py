@@ -382,6 +382,6 @@ class StateRecovery:
         state.transfer.install(units, state.stages.sharers(world)[0])
         state.shards.reshard(plan.shards if plan.level == "live" else ())
         restore_missing(state, plan, saved)
-        state.find_twins()
+        state.after_writing()
         agree(world)
         step.end_overwriting()

@@ -271,7 +271,7 @@ class StateCheck:
         ]
 
     def _sums(self, others: Sequence[StateUnit] = ()) -> Sums:
-        self._state.parts.reshard()  # a callback may have called the module
+        self._state.before_reading()
         with self.schedule:
             return Sums([*self.units(), *others], self._worlds.present)
 

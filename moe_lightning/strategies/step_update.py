@@ -172,7 +172,7 @@ class StepUpdate:
             UpdateSkipped: the update is left out or replaced, on every rank.
         """
         state, scaler = self._state, self._scaler
-        state.parts.reshard()  # a callback may have called the module since the backward pass
+        state.before_reading()
         replacement, self._replacement = self._replacement, None
         self.losses.clear()
         self.own.end_step()

@@ -274,7 +274,7 @@ class Steps:
                 return nothing_of(self.sequences.whole(step(*args, **kwargs)))
         finally:
             self._end_batch()
-            self._state.parts.reshard()
+            self._state.before_reading()
 
     def begin_micro_batch(self, piece: StepSlice | None, *, is_training: bool) -> None:
         """Begin a batch, or in a pipeline one of its micro-batches."""

@@ -175,8 +175,16 @@ class TrainState:
             averages=self.averaging.averages,
         )
 
-    def find_twins(self) -> None:
-        """Find the experts with equal router rows after values have arrived, see `Router.find_twins`."""
+    def before_reading(self) -> None:
+        """Restore parameters as they are between steps. Called before anything reads them there: a callback may have
+        called the module, which leaves whole parameters beside optimizer states of rows. Not collective.
+        """
+        self.parts.reshard()
+
+    def after_writing(self) -> None:
+        """Update what follows from parameters. Called after anything but the optimizers has written them: finds experts
+        with equal router rows, see `Router.find_twins`. Not collective.
+        """
         for layer in self.experts.layers:
             if isinstance(layer.router, Router) and not self.shards.shares_weights:  # sharded rows are not compared
                 layer.router.find_twins()

@@ -33,8 +33,8 @@ def test_weights_come_back_after_a_fault_between_averages_and_their_broadcast() 
         module=module,
         optimizers=[optimizer],
         shards=shards,
-        parts=SimpleNamespace(reshard=lambda: None),
-        find_twins=lambda: None,
+        before_reading=lambda: None,
+        after_writing=lambda: None,
     )
     averaging, averages = Averaging(state), Averages({}, use_buffers=False)
     averages.begin(module, optimizer, lambda parameter: parameter.device)
@@ -60,8 +60,8 @@ def test_a_weight_that_changes_without_an_optimizer_is_named() -> None:
         home_of=lambda parameter: parameter.device,
         training_state=lambda: SimpleNamespace(dense=dict(module.named_parameters()), base=frozenset()),
         shards=SimpleNamespace(unowned=[], shares_optimizers=False),
-        parts=SimpleNamespace(reshard=lambda: None),
-        find_twins=lambda: None,
+        before_reading=lambda: None,
+        after_writing=lambda: None,
     )
     averaging = Averaging(state)
     averaging.averages = Averages({}, use_buffers=False)
