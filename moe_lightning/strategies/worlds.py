@@ -111,6 +111,17 @@ def call_hook(module: pl.LightningModule, hook: Callable[..., None], *arguments:
 class Worlds:
     """The present world, for this library and for Lightning, and the layout of the next one.
 
+    Ask `present.is_connected` before a collective, never `size > 1`, which is true of a newcomer too;
+    `strategy.reachable` is the world for it where Lightning may call before set-up or after a failure. Ask
+    `may_have_peers` before refusing what several ranks cannot do, and `is_elastic` where ranks come and go:
+
+        this rank                     size > 1    is_connected    may_have_peers    is_elastic
+        alone                         no          no              no                no
+        one of a fixed number         yes         yes             yes               no
+        one of a changing number      yes         yes             yes               yes
+        the last one left             no          no              yes               yes
+        a newcomer, without state     yes         no              yes               yes
+
     Args:
         axes: ranks along the axes beside dp, in every world.
         dense: sharding of dense parameters, a name of DENSE_SHARDINGS.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -73,6 +74,25 @@ def test_a_world_that_nobody_joined_has_no_place() -> None:
     worlds.set_present(world_of(2, 4))
     assert worlds.is_joined
     assert (worlds.present.nodes, worlds.present.node_peers, worlds.present.generation) == ((0, 1, 2, 3), (2,), 0)
+
+
+def test_the_questions_about_peers_are_answered_as_their_table_says() -> None:
+    alone, apart = World.single(), world_of(1, 4)
+    together = replace(apart, dense=MagicMock())
+    for name, world, is_elastic in (
+        ("alone", alone, False),
+        ("one of a fixed number", together, False),
+        ("one of a changing number", together, True),
+        ("the last one left", alone, True),
+        ("a newcomer, without state", apart, True),
+    ):
+        worlds = Worlds()
+        worlds.set_present(world)
+        if is_elastic:
+            worlds.allow_changes()
+        answers = (worlds.present.size > 1, worlds.present.is_connected, worlds.may_have_peers, worlds.is_elastic)
+        row = next(line for line in inspect.getdoc(Worlds).splitlines() if line.strip().startswith(name + "  "))  # type: ignore[union-attr]
+        assert row.split()[-4:] == ["yes" if answer else "no" for answer in answers]
 
 
 def test_nodes_are_numbered_by_their_names() -> None:
