@@ -31,6 +31,7 @@ from moe_lightning.data.images import ImageData
 from moe_lightning.data.text import TextData
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import replace_text
+from moe_lightning.moe.losses import IGNORED_TARGET
 
 _MAX_CELLS = 1 << 24  # int64 counts, 128 MiB: a vocabulary of 4096 at order 1, of 256 at order 2
 _PIECE = 1 << 22  # tokens counted at once
@@ -212,6 +213,7 @@ def ngram_losses(data: TextData, orders: Sequence[int], most: float = math.inf) 
     windows = data.val_dataloader().dataset
     count = int(min(most, len(windows)))  # type: ignore[arg-type]
     held_out = np.concatenate([windows[index][1].numpy() for index in range(count)])
+    held_out = held_out[held_out != IGNORED_TARGET]  # what is left of a pack
     train, losses = data.corpora[0].train.open(), dict[str, float]()
     for order in orders:
         if data.vocab_size ** (order + 1) > _MAX_CELLS or order >= min(len(train), len(held_out)):

@@ -205,6 +205,18 @@ def test_counting_models_see_the_validated_windows(text: TextData) -> None:
     assert losses["order_1_loss"] < losses["order_0_loss"]
 
 
+def test_counting_models_see_the_tokens_of_packs(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("".join(f"text {i} of some\n\n" for i in range(400)))
+    options: dict[str, Any] = {"source": str(tmp_path / "texts.txt"), "cache_dir": tmp_path / "cache"}
+    data = TextData(**options, context_length=24, packing=True, val_fraction=0.2, val_samples=None)
+    data.setup()
+    packs = data.val_dataloader().dataset
+    targets = np.concatenate([packs[i][1].numpy() for i in range(len(packs))])
+    assert targets.min() < 0
+    losses = ngram_losses(data, [1])
+    assert losses == {"order_1_loss": ngram_cross_entropy(data.corpora[0].train.open(), targets[targets >= 0], 1, 256)}
+
+
 @pytest.mark.parametrize(
     ("limit", "micro_batches", "windows"), [(1, 1, 8), (2, 1, 16), (1.0, 1, 20), (0, 1, 20), (3, 2, 12)]
 )
