@@ -31,7 +31,7 @@ from moe_lightning.models.gpt_module import OptimizerConfig
 from moe_lightning.models.huggingface.architecture import SparseArchitecture
 from moe_lightning.models.huggingface.attention import check_packing
 from moe_lightning.models.huggingface.card import TrainingFacts, write_card
-from moe_lightning.models.huggingface.export import copy_companions, plan_export
+from moe_lightning.models.huggingface.export import copy_companions, new_folder, plan_export
 from moe_lightning.models.huggingface.families import FAMILIES
 from moe_lightning.models.huggingface.loading import build_skeleton, config_from
 from moe_lightning.models.huggingface.module import HuggingFaceConfig, HuggingFaceModule
@@ -587,6 +587,14 @@ def test_the_format_of_conversations_is_exported_as_a_chat_template(tmp_path: Pa
     assert "moe-generate . --chat" in (tmp_path / "ours" / "README.md").read_text()
 
 
+def test_an_export_may_have_folders(tmp_path: Path) -> None:
+    """As those of tokenizers with several chat templates."""
+    with new_folder(tmp_path / "ours") as staged:
+        (staged / "additional_chat_templates").mkdir()
+        (staged / "additional_chat_templates" / "rag.jinja").write_text("x")
+    assert (tmp_path / "ours" / "additional_chat_templates" / "rag.jinja").read_text() == "x"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TextData, InstructionData])
 def test_the_tokenizer_that_the_data_name_is_exported(
@@ -611,7 +619,7 @@ def test_the_tokenizer_that_the_data_name_is_exported(
     ours = exported(mine / "tokenizer.json", tmp_path / "ours")
     assert ours.chat_template == TEMPLATE
     assert len(ours("<|x|>")["input_ids"]) == 1
-    assert open_language_model(str(tmp_path / "run.ckpt")).tokenizer().encode("<|x|>")[0].tolist() == [257]
+    assert open_language_model(str(tmp_path / "run.ckpt")).text.tokenizer.encode("<|x|>")[0].tolist() == [257]
     if kind is TextData:
         ours = exported(alone, tmp_path / "with_settings")
         assert ours.chat_template == f"THEIRS{TEMPLATE}"
@@ -667,18 +675,17 @@ def test_adapters_keep_the_format_and_the_end_of_conversations(
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "ours"), "--adapter"]) == 0
     assert main(["export-hf", str(tmp_path / "run.ckpt"), str(tmp_path / "merged")]) == 0
-    for folder in ("ours", "merged"):
-        answers = Answers(monkeypatch, "fine<e>lost")
-        says(monkeypatch, "how?")
-        capsys.readouterr()
-        monkeypatch.chdir(tmp_path / folder)
-        assert generate.main([".", "--chat"]) == 0, capsys.readouterr().err
-        monkeypatch.chdir(tmp_path)
-        assert capsys.readouterr().out == "fine\n"
-        assert answers.prompts == ["<|user|>\nhow?\n<|assistant|>\n"]
+    for folder, used in (("ours", "AutoPeftModelForCausalLM.from_pretrained"), ("merged", "moe-generate . --chat")):
         ends = transformers.GenerationConfig.from_pretrained(tmp_path / folder).eos_token_id
         assert ends == [7, load_tokenizer(tokenizer).encode("<e>")[0][0]]
-        assert "moe-generate . --chat" in (tmp_path / folder / "README.md").read_text()
+        assert used in (tmp_path / folder / "README.md").read_text()
+    answers = Answers(monkeypatch, "fine<e>lost")
+    says(monkeypatch, "how?")
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path / "merged")
+    assert generate.main([".", "--chat"]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == "fine\n"
+    assert answers.prompts == ["<|user|>\nhow?\n<|assistant|>\n"]
 
 
 @pytest.mark.slow

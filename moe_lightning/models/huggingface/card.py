@@ -28,12 +28,24 @@ The training began with the weights of {name}{change}.
 |---|---|
 {rows}
 
+{use}
+"""
+
+_GENERATE = """\
 To generate text, in this folder:
 
 ```bash
 moe-generate . {prompt}
-```
-"""
+```"""
+
+_LOAD = """\
+To load {name} with it, in this folder:
+
+```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained(".")
+```"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +91,13 @@ def write_card(
             f", which stayed as they were. Low-rank adapters ({config.adapter.kind}, rank {config.adapter.rank}) on "
             f"{', '.join(config.adapter.targets)} were trained; {result}"
         )
+    prompt = "--chat" if (folder / "chat_template.jinja").is_file() else '"PROMPT"'
     text = _CARD.format(
         library="peft" if is_adapter else "transformers",
         base_model=f"base_model: {name}\n" if "/" in name else "",
         name=name,
         change=change,
-        prompt="--chat" if (folder / "chat_template.jinja").is_file() else '"PROMPT"',
+        use=(_LOAD if is_adapter else _GENERATE).format(name=name, prompt=prompt),
         rows="\n".join(f"| {title} | {value} |" for title, value in _rows(config, optimizer, training)),
     )
     (folder / "README.md").write_text(text)

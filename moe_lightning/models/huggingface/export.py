@@ -175,8 +175,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     staged.mkdir(parents=True)
     try:
         yield staged
-        for name in staged.iterdir():
-            with name.open("rb") as file:
+        for written in filter(Path.is_file, staged.rglob("*")):  # a tokenizer may have a folder of templates
+            with written.open("rb") as file:
                 os.fsync(file.fileno())
         os.rename(staged, path)
     finally:
