@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from moe_lightning.compat.private_lightning import BatchEnd, use_own_methods, watch_batch_ends
 
 ENDS: list[BatchEnd] = []
-"""Of the batches that have begun."""
+"""Ends of the batches that have begun, in their order."""
 
 
 class Watched(pl.Callback):
