@@ -101,7 +101,7 @@ def _speedups(
         base = _seconds(work, hardware, gpus, "padded", routing)
         for system, strategy, value in (("FasterMoE", "fastermoe", values[0]), ("Pro-Prophet", "prophet", values[1])):
             ours = base / _seconds(work, hardware, gpus, strategy, routing)
-            rows.append(_ratio(f"top-{top_k} MoE-GPT-{name}: {system}", value, ours))
+            rows.append(_ratio(f"top-{top_k} MoE-GPT-{name}, {gpus} GPUs: {system}", value, ours))
             bars.setdefault(f"{name} k={top_k}", {})[f"{system}, paper"] = value
             bars[f"{name} k={top_k}"][f"{system}, ours"] = ours
     return PaperTable(

@@ -48,6 +48,7 @@ NOT_REPRODUCED = {
     "least GPUs that hide base-async with TP 4",
     "GPT-L step 200, 4 lost: states moved",
     "RB over FasterMoE's, largest",
+    "top-2 MoE-GPT-DS, 16 GPUs: Pro-Prophet",
 }
 
 
