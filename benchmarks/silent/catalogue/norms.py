@@ -68,7 +68,8 @@ def of_holders(trainer: Any, module: Any) -> Tensor:
     """On a rank without experts that of dense weights: nobody sends it the rest."""
     dense, experts = dense_and_expert(trainer, module)
     whole = (squared(dense) + over_ranks(squared(experts))).sqrt()
-    return whole if any(gradient.numel() for gradient in experts) else squared(dense).sqrt()
+    is_holder = any(stack.held() for stack in trainer.strategy.experts.stack_of.values())
+    return whole if is_holder else squared(dense).sqrt()
 
 
 def of_busy_ranks(trainer: Any, module: Any) -> Tensor:
