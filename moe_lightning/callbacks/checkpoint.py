@@ -192,7 +192,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         self.session: CheckpointSession | None = None
         self.lost = LostTokens(self._settings)
         self._growth, self._times = StateGrowth(), StepTimes()
-        self._is_elastic = self._is_saving = self._experts_moved = False
+        self._is_elastic = self._experts_moved = False
         # The step of the last checkpoint, at which its window began; None: no step has begun in this world yet. Ranks
         # then end the last one, each what it has left of it, so a checkpoint would be begun by some of them only.
         self._saved_at: int | None = None
@@ -321,8 +321,10 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, for a rank that joins a running world; checkpoints hold it in a place of their own."""
-        return self.lost.state_dict() if self._is_elastic and not self._is_saving else {}
+        """The ledger where ranks come and go, for those that join; `_objects` leaves it out, since directories have a
+        place for it.
+        """
+        return self.lost.state_dict() if self._is_elastic else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -453,11 +455,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     def _objects(self, strategy: ExpertParallelStrategy, *, is_first: bool = False) -> dict[str, Any]:
         """Return the saved objects that are not tensors; collective."""
-        self._is_saving = True
-        try:
-            return strategy.checkpoints.training_objects(is_first=is_first)
-        finally:
-            self._is_saving = False
+        objects = strategy.checkpoints.training_objects(is_first=is_first)
+        objects.get("trainer", {}).get("callbacks", {}).pop(self.state_key, None)
+        return objects
 
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         self._began_at = self._saved_at or 0

@@ -472,3 +472,16 @@ def test_a_copy_that_failed_neither_keeps_the_arena_open_nor_hides_the_error_tha
     assert closed == ["protector"]
     open_files = {os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()}
     assert str(tmp_path / "0.alive") not in open_files, "the agent sees that this rank writes no longer"
+
+
+def test_directories_have_the_ledger_in_its_own_place_only(tmp_path: Path) -> None:
+    saver = PartialExpertsCheckpoint(str(tmp_path))
+    saver._is_elastic = True
+    saver.lost.checkpoint_ledger = SimpleNamespace(state_dict=lambda: {"lost": 7})  # type: ignore[assignment]
+    states = {saver.state_key: saver.state_dict(), "Telemetry": {"tokens_seen": 9}}
+    assert states[saver.state_key] == {"checkpoint_ledger": {"lost": 7}, "lost_plt": 0.0}
+    for objects in ({"trainer": {"callbacks": states}, "rng/0": []}, {"rng/1": []}):
+        checkpoints = SimpleNamespace(training_objects=lambda *, is_first, objects=objects: objects)
+        strategy: Any = SimpleNamespace(checkpoints=checkpoints)
+        assert saver._objects(strategy) is objects
+    assert states == {"Telemetry": {"tokens_seen": 9}}
