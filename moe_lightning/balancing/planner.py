@@ -12,7 +12,7 @@ Shapes: L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -45,6 +45,17 @@ from moe_lightning.dispatch.quota import ShadowPlan, balanced_split, uneven
 from moe_lightning.errors import ConfigurationError
 
 _T = TypeVar("_T")
+
+State = dict[str, Any]
+"""Plain values that a balancer goes on from, of all MoE layers of a model that are known, whatever the mesh:
+{"layers": {"NUMBER": {"load": [E], "average": [E][N] or None}}, "interval": steps, "num_layers": L}."""
+
+
+def merged(states: Iterable[State | None]) -> State | None:
+    """Merge states of layers; where several know a layer the first one counts."""
+    known = [state for state in states if state]
+    layers = {number: own for state in reversed(known) for number, own in state["layers"].items()}
+    return known[0] | {"layers": layers} if known else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,7 +218,7 @@ class BalancePolicy:
 
 
 class BalancePlanner:
-    """Plans for all layers of one model on one world.
+    """Plans for the MoE layers of one rank, in a pipeline those of its stages, on one world.
 
     Args:
         policy: what to do.
@@ -215,9 +226,12 @@ class BalancePlanner:
         placements: of each layer at the start.
         costs: constants of each layer's block.
         timeout_s: longest wait for a plan.
+        numbers: of the layers among those of the whole model; None: they are all.
+        num_layers: of the whole model; None: as many as planned for.
 
     Attributes:
         costs: as given, with the speeds and times that were measured since.
+        numbers: as given.
     """
 
     def __init__(
@@ -227,10 +241,15 @@ class BalancePlanner:
         placements: Sequence[Placement],
         costs: Sequence[BlockCosts],
         timeout_s: float = 600.0,
+        *,
+        numbers: Sequence[int] | None = None,
+        num_layers: int | None = None,
     ) -> None:
         self.policy = policy
         self.cluster = cluster
         self.costs = list(costs)
+        self.numbers = range(len(placements)) if numbers is None else numbers
+        self._num_layers = len(placements) if num_layers is None else num_layers
         self._placements = list(placements)
         self._layers = [LayerPlanner(policy, placement) for placement in placements]
         self._timeout_s = timeout_s
@@ -379,23 +398,28 @@ class BalancePlanner:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values: loads and forecasts. Plans are made again after a restart."""
+    def state_dict(self) -> State:
+        """Loads and forecasts of the layers here. Plans are made again after a restart."""
         states = [self._result(self._pool.submit(layer.state_dict)) for layer in self._layers]
-        return {"layers": states, "interval": self._interval}
+        layers = dict(zip(map(str, self.numbers), states, strict=True))
+        return {"layers": layers, "interval": self._interval, "num_layers": self._num_layers}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, also one of another number of ranks: then only loads are taken over.
+    def load_state_dict(self, state: State) -> None:
+        """Continue from a state, also one of another number of ranks: then only loads are taken over. Layers that it
+        lacks stay as they are.
 
         New placements are due at once, since a restart begins with the first ones.
 
-        Args:
-            state: as of `state_dict`; None for a layer whose state is unknown.
-
         Raises:
-            ConfigurationError: the state of a model with other experts.
+            ConfigurationError: the state of a model with other layers or experts.
         """
-        num_experts, known = self._placements[0].num_experts, [own for own in state["layers"] if own is not None]
+        if state["num_layers"] != self._num_layers:
+            raise ConfigurationError(
+                f"the balancer's state is of {state['num_layers']} MoE layers, but the model has {self._num_layers}: "
+                "resume with the model that wrote the checkpoint"
+            )
+        states = [state["layers"].get(str(number)) for number in self.numbers]
+        num_experts, known = self._placements[0].num_experts, [own for own in states if own is not None]
         if other := next((len(own["load"]) for own in known if len(own["load"]) != num_experts), None):
             raise ConfigurationError(
                 f"the balancer's state is of {other} experts, but the model has {num_experts}: resume with the model "
@@ -403,7 +427,7 @@ class BalancePlanner:
             )
         # 0 comes from a run that placed nothing
         self._interval, self._wait = int(state["interval"]) or min(FIRST_REBALANCE, self.policy.rebalance_every), 1
-        for layer, own in zip(self._layers, state["layers"], strict=True):
+        for layer, own in zip(self._layers, states, strict=True):
             if own is not None:
                 self._result(self._pool.submit(layer.load_state, own["load"], own["average"]))
 

@@ -1,14 +1,13 @@
 """Load balancer: expert migration, shadow experts, and shares of tokens and samples by measured loads and speeds.
 
-A rank plans for the MoE layers of its pipeline stage. The saved state is of all layers that a rank knows, whatever the
-mesh: {"num_layers": L, "interval": steps, "layers": {"NUMBER": {"load": [E], "average": [E][N] or None}}}.
+A rank plans for the MoE layers of its pipeline stages. What it goes on from, and saves, is the `State` of all layers.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,7 +23,7 @@ from typing_extensions import override
 from moe_lightning.arrays import IntArray
 from moe_lightning.balancing.cluster import AllocationPolicy, Cluster, balance_ratio, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
-from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy
+from moe_lightning.balancing.planner import BalancePlanner, BalancePolicy, State, merged
 from moe_lightning.callbacks.calibration import CostMeter
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
 from moe_lightning.callbacks.telemetry import Metric, reduced
@@ -44,15 +43,6 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own
 from moe_lightning.strategies.placed_experts import MigrationReport
 from moe_lightning.strategies.steps import Steps
 from moe_lightning.strategies.worlds import ExpertParallelCallback
-
-State = dict[str, Any]
-
-
-def merged(states: Iterable[State | None]) -> State | None:
-    """Merge states of layers; where several know a layer the first one counts."""
-    known = [state for state in states if state]
-    layers = {number: own for state in reversed(known) for number, own in state["layers"].items()}
-    return known[0] | {"layers": layers} if known else None
 
 
 def balanced_ranks(strategy: ExpertParallelStrategy) -> Cluster:
@@ -290,9 +280,7 @@ class LoadBalancer(ExpertParallelCallback):
         self.planner: BalancePlanner | None = None
         self.follower: SpeedFollower | None = None
         self.last_shadow_transfers: StepShadowTransfers | None = None
-        self._numbers: Sequence[int] = ()  # of the MoE layers that this rank plans for
-        self._num_layers = 0  # of the model
-        self._restored: State | None = None
+        self._known: State | None = None  # as last loaded or gathered; the planner's own layers have changed since
         self._rates, self._counts = OwnRates(), StepCounts()
         self._since_log = SinceLog()
 
@@ -301,7 +289,7 @@ class LoadBalancer(ExpertParallelCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":  # what was saved is loaded after this
-            self._restored = None
+            self._known = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -318,14 +306,20 @@ class LoadBalancer(ExpertParallelCallback):
         policy = replace(self._policy, min_replicas=min_replicas(strategy, self._min_replicas))
         if strategy.worlds.is_elastic or len(set(strategy.world.nodes)) > 1:  # on one node no rule protects more
             policy.require_protection()
-        self._numbers, self._num_layers = stages.numbers, len(stages.layers)
-        numbered = dict(zip(self._numbers, layers, strict=True))
+        numbered = dict(zip(stages.numbers, layers, strict=True))
         costs = self._costs.begin(numbered, strategy.world.stage, strategy.shadow_dtype)
-        timeout_s = strategy.options.timeout.total_seconds()
-        planner = BalancePlanner(policy, cluster, strategy.experts.placements, costs, timeout_s)
+        planner = BalancePlanner(
+            policy,
+            cluster,
+            strategy.experts.placements,
+            costs,
+            timeout_s=strategy.options.timeout.total_seconds(),
+            numbers=stages.numbers,
+            num_layers=len(stages.layers),
+        )
         self._set_planner(planner)
-        if self._restored is not None:
-            planner.load_state_dict(self._own_part(self._restored))
+        if self._known is not None:
+            planner.load_state_dict(self._known)
         self.follower = SpeedFollower(self._speed_policy, strategy, self._rates)
         self.follower.begin()
         planner.set_speeds(self.follower.experts.speeds)
@@ -352,14 +346,14 @@ class LoadBalancer(ExpertParallelCallback):
         a fault has left to run find no planner, since it is of the ranks and layers of the world before.
         """
         strategy, planner = _strategy(trainer), self.planner
-        costs = self._costs.known if planner is None else dict(zip(self._numbers, planner.costs, strict=True))
+        costs = self._costs.known if planner is None else dict(zip(planner.numbers, planner.costs, strict=True))
         listed = [[number, asdict(block.at(None))] for number, block in costs.items()]  # speeds are of this world
-        gathered = all_gather_json([listed, self._own_state(), self._restored], strategy.world)
+        gathered = all_gather_json([listed, self._planned_state(), self._known], strategy.world)
         self._stop()
         self._set_planner(None)
         known = {number: block for listed, *_ in reversed(gathered) for number, block in listed}
         self._costs.known = {number: BlockCosts(**block) for number, block in known.items()}
-        self._restored = merged([*(own for _, own, _ in gathered), *(known for *_, known in gathered)])
+        self._known = merged([*(own for _, own, _ in gathered), *(known for *_, known in gathered)])
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -378,30 +372,13 @@ class LoadBalancer(ExpertParallelCallback):
             self._timeline_path.parent.mkdir(parents=True, exist_ok=True)
             self._timeline_path.write_text(picture)
 
-    def _own_state(self) -> State | None:
+    def _planned_state(self) -> State | None:
         """Return the state of the layers that this rank plans for; None if it plans for none."""
-        if self.planner is None:
-            return None
-        own = self.planner.state_dict()
-        layers = dict(zip(map(str, self._numbers), own["layers"], strict=True))
-        return own | {"num_layers": self._num_layers, "layers": layers}
-
-    def _own_part(self, state: State) -> State:
-        """Return the part of a state that the planner of this rank loads.
-
-        Raises:
-            ConfigurationError: the state of a model with other layers.
-        """
-        if state["num_layers"] != self._num_layers:
-            raise ConfigurationError(
-                f"the balancer's state is of {state['num_layers']} MoE layers, but the model has {self._num_layers}: "
-                "resume with the model that wrote the checkpoint"
-            )
-        return state | {"layers": [state["layers"].get(str(number)) for number in self._numbers]}
+        return None if self.planner is None else self.planner.state_dict()
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return merged([self._own_state(), self._restored]) or {}
+    def state_dict(self) -> State:
+        return merged([self._planned_state(), self._known]) or {}
 
     @override
     def on_save_checkpoint(
@@ -412,12 +389,12 @@ class LoadBalancer(ExpertParallelCallback):
         stages = strategy.state.stages
         if self.planner is None or stages.num_stages == 1 or strategy.is_left_alone:
             return
-        self._restored = merged([*all_gather_json(self._own_state(), stages.pipe), self._restored])
-        checkpoint["callbacks"][self.state_key] = self._restored
+        self._known = merged([*all_gather_json(self._planned_state(), stages.pipe), self._known])
+        checkpoint["callbacks"][self.state_key] = self._known
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict or None
+        self._known = state_dict or None
 
     # ------------------------------------------------------------------ one step
 
@@ -484,7 +461,7 @@ class LoadBalancer(ExpertParallelCallback):
     # ------------------------------------------------------------------ metrics
 
     def _metrics(self, trainer: pl.Trainer, planner: BalancePlanner, follower: SpeedFollower) -> Iterator[Metric]:
-        layers = zip(self._numbers, _strategy(trainer).experts.layers, strict=True)
+        layers = zip(planner.numbers, _strategy(trainer).experts.layers, strict=True)
         yield from plan_metrics(dict(layers), planner)
         yield from movement_metrics(self._since_log.reports, self.last_shadow_transfers)
         yield from follower.metrics()

@@ -24,7 +24,6 @@ from moe_lightning.balancing.rules import (
     plan_shadows,
     replan_placement,
 )
-from moe_lightning.callbacks.load_balancer import LoadBalancer, merged
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 
@@ -196,28 +195,3 @@ def test_a_plan_within_tolerance_is_kept_and_drift_resets_the_interval() -> None
     assert [rule.due() for _ in range(4)] == [False, False, False, True]
     assert rule.judge(current_s=1.2, fresh_s=1.0)
     assert rule.due()
-
-
-# ----------------------------------------------------------------------
-# What balancers of several stages know together of all layers.
-
-
-def of(**loads: int) -> dict[str, object]:
-    layers = {number[1:]: {"load": [load], "average": None} for number, load in loads.items()}
-    return {"num_layers": 4, "interval": 8, "layers": layers}
-
-
-def test_of_each_layer_those_who_plan_for_it_are_believed() -> None:
-    first, second, known = of(n0=10, n2=12), of(n1=11, n3=13), of(n0=1, n1=2, n2=3, n3=4)
-    assert merged([first, known]) == of(n0=10, n1=2, n2=12, n3=4)
-    assert merged([None, first, second, known, None]) == of(n0=10, n1=11, n2=12, n3=13)
-    assert merged([first, of(n0=20) | {"interval": 16}]) == first
-    assert merged([None, {}, known]) == known
-    assert merged([None]) is None
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    balancer = LoadBalancer()
-    balancer._numbers, balancer._num_layers = (0,), 2
-    with pytest.raises(ConfigurationError, match="of 4 MoE layers, but the model has 2: resume with"):
-        balancer._own_part(of(n0=1))

@@ -14,7 +14,7 @@ from moe_lightning.balancing.cluster import Cluster, imbalance
 from moe_lightning.balancing.cost_model import BlockCosts
 from moe_lightning.balancing.forecast import AgreedSpeeds
 from moe_lightning.balancing.packing import packed_placement
-from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy
+from moe_lightning.balancing.planner import FIRST_REBALANCE, BalancePlanner, BalancePolicy, State, merged
 from moe_lightning.balancing.rules import PLACEMENT_RULES, SHADOW_POLICIES
 from moe_lightning.callbacks import load_balancer, speeds
 from moe_lightning.callbacks.calibration import CostMeter
@@ -37,6 +37,10 @@ CLUSTER = Cluster.of(RANKS, 3)
 def make(cluster: Cluster = CLUSTER, first: Placement | None = None, **policy: Any) -> BalancePlanner:
     placements = [first or uniform_placement(EXPERTS, cluster.num_ranks)] * LAYERS
     return BalancePlanner(BalancePolicy(**policy), cluster, placements, [COSTS] * LAYERS)
+
+
+STAGE = BalancePolicy(), CLUSTER, [uniform_placement(EXPERTS, RANKS)], [COSTS]
+"""Arguments of a planner for one layer of several."""
 
 
 def skewed(hot: int, tokens: int = 1000) -> np.ndarray:
@@ -258,10 +262,43 @@ def test_a_restart_on_other_ranks_takes_the_loads_only() -> None:
     state = planner.state_dict()
     other = make(Cluster.of(2, 5))
     other.load_state_dict(state)
-    assert other.state_dict()["layers"] == [own | {"average": None} for own in state["layers"]]
-    foreign = BalancePlanner(BalancePolicy(), Cluster.of(2, 3), [uniform_placement(4, 2)], [COSTS])
+    assert other.state_dict()["layers"] == {n: own | {"average": None} for n, own in state["layers"].items()}
+    foreign = BalancePlanner(BalancePolicy(), Cluster.of(2, 3), [uniform_placement(4, 2)] * LAYERS, [COSTS] * LAYERS)
     with pytest.raises(ConfigurationError, match="state is of 8 experts, but the model has 4: resume"):
         foreign.load_state_dict(state)
+
+
+def of(**loads: int) -> State:
+    layers = {number[1:]: {"load": [load], "average": None} for number, load in loads.items()}
+    return {"layers": layers, "interval": 8, "num_layers": 4}
+
+
+def test_of_each_layer_those_who_plan_for_it_are_believed() -> None:
+    first, second, known = of(n0=10, n2=12), of(n1=11, n3=13), of(n0=1, n1=2, n2=3, n3=4)
+    assert merged([first, known]) == of(n0=10, n1=2, n2=12, n3=4)
+    assert merged([None, first, second, known, None]) == of(n0=10, n1=11, n2=12, n3=13)
+    assert merged([first, of(n0=20) | {"interval": 16}]) == first
+    assert merged([None, {}, known]) == known
+    assert merged([None]) is None
+
+
+def test_planners_of_stages_go_on_with_their_part_of_the_state() -> None:
+    whole, numbers = make(), ([0], [1])
+    observe(whole, skewed(3))
+    state = whole.state_dict()
+    parts = [BalancePlanner(*STAGE, numbers=own, num_layers=LAYERS) for own in numbers]
+    for part, own in zip(parts, numbers, strict=True):
+        part.load_state_dict(state)
+        assert list(part.state_dict()["layers"]) == [*map(str, own)]
+    assert merged([part.state_dict() for part in parts]) == state
+    part = BalancePlanner(*STAGE, numbers=[0], num_layers=LAYERS)
+    part.load_state_dict(parts[1].state_dict())  # of a layer that this one does not plan for
+    assert not any(part.state_dict()["layers"]["0"]["load"])
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="of 4 MoE layers, but the model has 2: resume with"):
+        make().load_state_dict(of(n0=1))
 
 
 def test_dense_times_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
