@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -154,6 +155,26 @@ class RepeatedFaults:
             )
 
 
+class Standing(Enum):
+    """Standing of a rank: what it has of the run, and so whether it recovers before it trains.
+
+    A process starts with BEGINS, or with NEWCOMER where a run is under way. A later fit keeps what the former one left.
+
+    Attributes:
+        BEGINS: initial values. MEMBER once the ranks of the first world agree that no world was lost before it,
+            NEWCOMER if one was. After a fault before that MEMBER if the fit resumes a saved step, else NEWCOMER.
+        MEMBER: its last committed step; recovers after a fault. SPARE if the mesh has no place for it, once others
+            have its state.
+        NEWCOMER: nothing. MEMBER after a recovery.
+        SPARE: nothing, until the mesh has a place for it. MEMBER after a recovery.
+    """
+
+    BEGINS = "begins"
+    MEMBER = "member"
+    NEWCOMER = "newcomer"
+    SPARE = "spare"
+
+
 class ElasticWorlds:
     """Worlds of this rank: joining them, and the transfer of its state between them.
 
@@ -164,8 +185,7 @@ class ElasticWorlds:
     Attributes:
         members: of the world that this process joined last; None before the first.
         step: the last one that was committed, and the way back to it.
-        is_newcomer: this process holds nothing of the run yet. Also set in a first world that follows a lost one: its
-            ranks restore the run instead of beginning it.
+        standing: what this rank has of the run.
         change_is_due: the ranks agreed to form another world before the next step.
     """
 
@@ -175,8 +195,8 @@ class ElasticWorlds:
         self._policy = RecoveryPolicy()
         self.step = CommittedStep(strategy.state)
         self._recovery = StateRecovery(strategy, self.step)
-        self.is_newcomer = self.change_is_due = False
-        self._fits = 0  # that this process has begun; only the first one may follow a lost world
+        self.standing, self.change_is_due = Standing.BEGINS, False
+        self._fits = 0  # that this process has begun
         self._departure: str | None = None
         self._plan: RecoveryPlan | None = None  # of the last recovery
         self._faults = RepeatedFaults()
@@ -195,15 +215,15 @@ class ElasticWorlds:
         first = first_world(self.engine, self._build)
         if first is not None:
             return first
-        self.is_newcomer = True
+        self.standing = Standing.NEWCOMER
         task = self.engine.task
         place = min(task.slot, task.expected - 1), task.expected
         nodes = [rank // ranks_per_node for rank in range(task.expected)]
         return World.offline(*place, self._strategy.root_device, self._strategy.worlds.layout(nodes))
 
-    def _join(self, watch: Stopwatch, *, is_spare: bool) -> World:
+    def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
-            members = self.engine.join(is_ready=True, is_spare=is_spare)
+            members = self.engine.join(is_ready=True, is_spare=self.standing is Standing.SPARE)
         if self.is_newcomer and self.engine.is_finished():
             raise RunFinished("the others finished the run before this process joined it")
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
@@ -228,6 +248,11 @@ class ElasticWorlds:
         if world.rank == 0:
             take_over_terminal()
         return world
+
+    @property
+    def is_newcomer(self) -> bool:
+        """True if this process has nothing of the run: a recovery restores it before it trains."""
+        return self.standing in (Standing.NEWCOMER, Standing.SPARE)
 
     @property
     def node(self) -> str:
@@ -334,45 +359,51 @@ class ElasticWorlds:
             RunFinished: this process comes too late.
             WorldTooSmall: fewer than `min_ranks` are left, and no others came; the state is saved.
         """
-        fault: BaseException | None = None
         self.engine.listen()  # a SIGTERM would end Lightning's loop on every rank
-        trainer, worlds = self._state.trainer, self._strategy.worlds
         self._policy = policy
         self._recovery.begin_fit(policy.sources)
-        set_up_data(trainer)
+        set_up_data(self._state.trainer)
         self.step.begin_fit()
         self._fits += 1
-        is_first, loop = self._fits == 1 and not self.is_newcomer, trainer.fit_loop
+        fault: Exception | None = None
         while True:
-            must_recover = fault is not None or self.is_newcomer
-            if must_recover:
+            recovers = fault is not None or self.is_newcomer
+            if recovers:
                 self._recover(fault)
-            try:  # every rank of a world makes the same calls from here to the end, in this order
-                if worlds.spares:
-                    raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
-                if must_recover:
-                    self.step.finish(worlds.present, is_saved=self.has_rolled_back, with_newcomers=self._has_newcomers)
-                if must_recover and loop.done:  # after the last step: only what ends a run is left to do
-                    loop.on_run_start()
-                    loop.on_run_end()
+            try:
+                if self._train(fit, has_recovered=recovers):
                     return self.engine.finish()
-                if is_first:
-                    is_first, self.is_newcomer = False, self._follows_a_lost_world()
-                    if self.is_newcomer:
-                        continue
-                if not must_recover:
-                    self._require_same_data()
-                self._wait_for_ranks()
-                leave_schedule(trainer)
-                fit()
-                return self.engine.finish()
             except Exception as error:
                 if not is_world_fault(fault := self._lost_by(error), self.engine.reason):
                     error.add_note(self.step.place)
                     raise
                 self.step.keep_batch()
-                if is_first:  # nobody knows yet whether there is anything to go on from: the next world will
-                    is_first, self.is_newcomer = False, self.step.version == 0
+                if self.standing is Standing.BEGINS:  # the next world finds out whether anything is left to restore
+                    self.standing = Standing.NEWCOMER if self.step.version == 0 else Standing.MEMBER
+
+    def _train(self, fit: Callable[[], None], *, has_recovered: bool) -> bool:
+        """Train in the present world, and return True at the end of the fit; False if a lost world is restored first.
+        All ranks of a world make the same calls in this order.
+        """
+        worlds, loop = self._strategy.worlds, self._state.trainer.fit_loop
+        if worlds.spares:
+            raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
+        if has_recovered:
+            self.step.finish(worlds.present, is_saved=self.has_rolled_back, with_newcomers=self._has_newcomers)
+            if loop.done:  # after the last step: only what ends a run is left to do
+                loop.on_run_start()
+                loop.on_run_end()
+                return True
+        elif self.standing is Standing.BEGINS and self._follows_a_lost_world():
+            self.standing = Standing.NEWCOMER
+            return False
+        else:
+            self.standing = Standing.MEMBER
+            self._require_same_data()
+        self._wait_for_ranks()
+        leave_schedule(self._state.trainer)
+        fit()
+        return True
 
     def _share_stop(self) -> None:
         """Set `trainer.should_stop` on ranks that have joined if it is set on others, where training goes on up to
@@ -454,7 +485,7 @@ class ElasticWorlds:
             reason: why the world changes; who has met all others breaks it up with this.
 
         Returns:
-            True if this rank is spare.
+            True if this rank is spare: others have what it holds.
 
         Raises:
             Preempted: on the ranks that leave on notice.
@@ -497,19 +528,16 @@ class ElasticWorlds:
         release_frames(fault)
         before, version = (0 if self.is_newcomer else self._strategy.worlds.present.size), self.step.version
         former = self._require_members().ids if before else ()
-        is_spare = False
         while True:
             if fault is not None and not isinstance(fault, MembersChange):
                 self._faults.begin_recovery(self._policy.max_recoveries, reason)
             watch = Stopwatch()
             try:
-                if isinstance(fault, WorldChanged):
-                    is_spare = self._hand_over(reason)
-                    if is_spare:  # what it holds others hold, too
-                        self.is_newcomer, before = True, 0
+                if isinstance(fault, WorldChanged) and self._hand_over(reason):
+                    self.standing, before = Standing.SPARE, 0
                 with watch.phase("leaving"):
                     self._leave(reason)
-                plan, repair = self._join_and_transfer(watch, is_spare=is_spare)
+                plan, repair = self._join_and_transfer(watch)
                 break
             except Exception as error:
                 if not is_world_fault(error, self.engine.reason):
@@ -549,10 +577,10 @@ class ElasticWorlds:
         self._strategy.leave_world()
         destroy_groups()
 
-    def _join_and_transfer(self, watch: Stopwatch, *, is_spare: bool) -> tuple[RecoveryPlan, Repair]:
+    def _join_and_transfer(self, watch: Stopwatch) -> tuple[RecoveryPlan, Repair]:
         """Join the next world and bring every rank to the same committed step."""
         step = self.step
-        world = self._join(watch, is_spare=is_spare)
+        world = self._join(watch)
         self._require_same_fit(all_gather_json(self._fits, world))
         plan, repair = self._recovery.recover(
             world,
@@ -569,7 +597,7 @@ class ElasticWorlds:
             self._strategy.enter_world(world)
             self._share_stop()  # before `restore`, which asks it if a validation is due
             step.restore(is_saved=self.has_rolled_back)
-        self.is_newcomer = self.change_is_due = False
+        self.standing, self.change_is_due = Standing.MEMBER, False
         return plan, repair
 
     def _require_same_fit(self, fits: Sequence[int]) -> None:

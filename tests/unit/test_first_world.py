@@ -25,7 +25,7 @@ from moe_lightning.elastic.worker import Preempted
 from moe_lightning.errors import ConfigurationError, WorldCutError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds
-from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy, first_world
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy, Standing, first_world
 from moe_lightning.strategies.worlds import FixedWorld, Worlds
 from tests.distributed.training import OwnModule, RandomTokens, quiet_trainer
 from tests.forks import wait_until
@@ -95,11 +95,9 @@ def test_what_does_not_help_is_left(error: Exception, cause: str | None, joined:
     assert engine.joined == joined
 
 
-@pytest.mark.parametrize("faults", [0, 1])
-def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.MonkeyPatch, faults: int) -> None:
-    """Also if a rank is lost in its first step: the ranks that are left have the state."""
-    found: list[bool] = []
-    world = SimpleNamespace(size=1, rank=0, is_connected=False)
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Worlds of one rank that never recovers, before its first fit; it was started once."""
     engine = MagicMock(reason="a rank was lost")
     engine.task.starts, engine.task.settings.min_ranks = 1, 1
     engine.is_finished.side_effect = lambda: engine.finish.called
@@ -107,15 +105,25 @@ def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.Monk
     strategy: Any = SimpleNamespace(
         worlds=worlds, state=MagicMock(), options=MagicMock(), root_device=torch.device("cpu")
     )
-    monkeypatch.setattr(Worlds, "present", world)
+    strategy.state.trainer.fit_loop.done = False
+    monkeypatch.setattr(Worlds, "present", SimpleNamespace(size=1, rank=0, is_connected=False))
     for name in ("set_up_data", "leave_schedule"):
         monkeypatch.setattr(elastic_worlds, name, lambda *_: None)
     monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda value, _: [value])
     elastic = ElasticWorlds(strategy, engine)
     elastic.step = MagicMock(version=0)
-    monkeypatch.setattr(elastic, "_recover", lambda fault: found.append(elastic.is_newcomer))
-    elastic.run(RecoveryPolicy(sources=MagicMock()), lambda: None)
-    engine.task.starts, strategy.state.trainer.fit_loop.done = 2, False
+    return elastic
+
+
+@pytest.mark.parametrize("faults", [0, 1])
+def test_a_second_fit_of_a_restarted_process_is_trained(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, faults: int
+) -> None:
+    """Also if a rank is lost in its first step: the ranks that are left have the state."""
+    found: list[bool] = []
+    monkeypatch.setattr(alone, "_recover", lambda fault: found.append(alone.is_newcomer))
+    alone.run(RecoveryPolicy(sources=MagicMock()), lambda: None)
+    alone.engine.task.starts = 2
     left = [dist.DistNetworkError("reset")] * faults
     fits: list[str] = []
 
@@ -124,8 +132,44 @@ def test_a_second_fit_of_a_restarted_process_is_trained(monkeypatch: pytest.Monk
             raise left.pop()
         fits.append("done")
 
-    elastic.run(RecoveryPolicy(sources=MagicMock()), fit)
+    alone.run(RecoveryPolicy(sources=MagicMock()), fit)
     assert (fits, found) == (["done"], [False] * faults)
+
+
+@pytest.mark.parametrize(
+    ("starts", "fails", "version", "standings"),
+    [
+        (1, False, 0, []),
+        (2, False, 0, [Standing.NEWCOMER]),
+        (1, True, 0, [Standing.NEWCOMER]),
+        (1, True, 5, [Standing.MEMBER]),
+    ],
+    ids=["nothing was lost", "a world was lost", "a rank was lost", "a rank of a resumed run was lost"],
+)
+def test_who_restores_before_its_first_step(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, starts: int, fails: bool, version: int, standings: list[Standing]
+) -> None:
+    """Standing of a rank in each recovery before its first step.
+
+    Args:
+        starts: of the process in its place.
+        fails: a rank is lost before all know whether they follow a lost world.
+        version: step that the fit begins with.
+    """
+    found: list[Standing] = []
+
+    def recover(fault: BaseException | None) -> None:
+        found.append(alone.standing)
+        alone.standing = Standing.MEMBER
+        monkeypatch.setattr(elastic_worlds, "all_gather_json", lambda value, _: [value])
+
+    monkeypatch.setattr(alone, "_recover", recover)
+    if fails:
+        lost = MagicMock(side_effect=dist.DistNetworkError("reset"))
+        monkeypatch.setattr(elastic_worlds, "all_gather_json", lost)
+    alone.engine.task.starts, alone.step = starts, MagicMock(version=version)
+    alone.run(RecoveryPolicy(sources=MagicMock()), lambda: None)
+    assert (found, alone.standing) == (standings, Standing.MEMBER)
 
 
 @pytest.mark.parametrize(("fits", "error"), [((2, 2), None), ((1, 2), Preempted), ((3, 2), WorldCutError)])
@@ -149,7 +193,7 @@ def test_a_process_that_starts_a_script_anew_joins_no_later_fit(
     monkeypatch.setattr(elastic, "_join", lambda *_, **__: world)
     monkeypatch.setattr(elastic, "_recovery", MagicMock(**{"recover.side_effect": Planned}))
     with pytest.raises(error or Planned) as raised:
-        elastic._join_and_transfer(MagicMock(), is_spare=False)
+        elastic._join_and_transfer(MagicMock())
     assert is_world_fault(raised.value, None) == (error is WorldCutError)
     assert engine.withdraw_if_early.called == (error is Preempted)
 

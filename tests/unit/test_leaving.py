@@ -34,7 +34,7 @@ def elastic(world: Any, *, spares: int = 0, **engine: Any) -> Any:
     worlds.engine, worlds._departure, worlds._state = MagicMock(**engine), None, MagicMock()
     worlds._strategy = MagicMock(worlds=SimpleNamespace(present=world, spares=spares))
     worlds._strategy.options.timeout = timedelta(seconds=1)
-    worlds.step, worlds.is_newcomer = SimpleNamespace(is_torn=False), False
+    worlds.step = SimpleNamespace(is_torn=False)
     return worlds
 
 
