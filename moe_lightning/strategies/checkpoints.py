@@ -290,7 +290,7 @@ class Checkpoints:
             raise CheckpointError("the checkpoint has no 'state_dict': it was not written by Lightning")
         module, averaging = self._state.module, self._state.averaging
         keys = self._state.experts.keys(module)
-        part, cuts = self._worlds.present.row_cut.part, cuts_of(module)
+        part, cuts = self._state.parts.cut.part, cuts_of(module)
 
         def local(full: Mapping[str, Any]) -> dict[str, Any]:
             whole = self._state.stages.own_part(full)

@@ -31,7 +31,7 @@ from moe_lightning.compat.fsdp import resting_parameters
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_, in_buckets
-from moe_lightning.parallel.mesh import Part, TensorCut
+from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
 from moe_lightning.parallel.tensor import (
     Embedding,
     Parted,
@@ -89,10 +89,13 @@ class DenseParts:
 
     Attributes:
         with_moments: as given.
+        cut: into which parts the module is cut and which is here, and the ranks that have each, of the world for which
+            it is cut: on the way into another world still the former one.
     """
 
     def __init__(self, state: TrainState, *, in_rows: bool, tensors: int, with_moments: bool) -> None:
         self._state, self._in_rows, self._tensors, self.with_moments = state, in_rows, tensors, with_moments
+        self.cut = RowCut.whole(1)
         self._buffers: list[str] = []
         self._scalars: list[nn.Parameter] = []
         self._sums = 0  # of gradients, in the present world
@@ -129,6 +132,10 @@ class DenseParts:
             if parameter.ndim
         }
 
+    def begin_run(self, world: World) -> None:
+        """Set the world for which the module is cut: by an earlier training, or in this run. Not collective."""
+        self.cut = world.row_cut
+
     # ------------------------------------------------------------------ layers cut by tensor index
 
     def begin_layers(self, world: World) -> None:
@@ -142,7 +149,7 @@ class DenseParts:
             for parameter, cut in self._layer_cuts().items():
                 if not parameter.is_meta:  # as those of other stages are
                     broadcast_(parameter.data, 0, world)
-                    own = part_of_whole(parameter.data, cut, replace(world.row_cut.part, row=0, rows=1))
+                    own = part_of_whole(parameter.data, cut, replace(self.cut.part, row=0, rows=1))
                     parameter.data = own.clone(memory_format=torch.contiguous_format)
                 mark(parameter, cut)
         self._cut_layers(world)
@@ -166,7 +173,7 @@ class DenseParts:
         if not self.layers_are_cut:
             return
         module, stages = self._state.module, self._state.stages
-        ranks = TensorRanks(world.groups["tp"], world.row_cut.part.tensor, self._tensors)
+        ranks = TensorRanks(world.groups["tp"], self.cut.part.tensor, self._tensors)
         with stages.whole_module():  # plans are for whole models
             for name, style in planned_styles(module, self._tensors):
                 part = module.get_submodule(name)
@@ -345,7 +352,7 @@ class DenseParts:
         return {
             (name, block): {scope: tensor[here] for scope, tensor in self.scopes(state, name).items()}
             for name, cut in self.ways().items()
-            for here, block in blocks_of(cut, state.cut.part)
+            for here, block in blocks_of(cut, self.cut.part)
         }
 
     def scopes(self, state: State, name: str) -> dict[str, Tensor]:
@@ -355,8 +362,13 @@ class DenseParts:
 
     @torch.no_grad()
     def install(self, units: Units, world: World) -> None:
-        """Cut the parameters for a world and set these values; others are restored next. Not collective."""
-        state, part = self._state.training_state(), world.row_cut.part
+        """Cut the parameters for a world, if its ranks share them, and set these values; others are restored next. Not
+        collective.
+        """
+        self.cut = world.row_cut
+        if not self.is_enabled:
+            return
+        state, part = self._state.training_state(), self.cut.part
         ways, cuts = self.ways(), self._layer_cuts()
         before = {name: state.dense[name] for name in ways}
         moments = {name: state.moments(p) if self.with_moments else {} for name, p in before.items()}
@@ -379,7 +391,7 @@ class DenseParts:
         self, before: Mapping[str, nn.Parameter], ways: Mapping[str, TensorCut], world: World
     ) -> dict[str, nn.Parameter]:
         """Replace parameters by new ones without values, in rows if the world has ranks for that."""
-        module, part = self._state.module, replace(world.row_cut.part, row=0, rows=1)
+        module, part = self._state.module, replace(self.cut.part, row=0, rows=1)
         empty = {
             p: replacement(p, torch.empty(ways[name].shape_of(part), dtype=p.dtype, device="meta"))
             for name, p in before.items()
@@ -586,14 +598,11 @@ class DenseShards:
 
     # ------------------------------------------------------------------ inventories
 
-    def names(self, former: World) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of all dense state that some ranks only have, and of what this rank has of it: parts of
         stages, and optimizer states.
-
-        Args:
-            former: the former world of this rank.
         """
-        stages, cut, parted = self._state.stages, former.row_cut, cuts_of(self._state.module)
+        stages, cut, parted = self._state.stages, self._parts.cut, cuts_of(self._state.module)
         everyones, own = set(self._listed), {*self._owned_states(), *self._detached}
         if self.shares_weights:
             everyones |= {_part_name(stage, part) for stage in range(stages.num_stages) for part in cut.parts}
@@ -614,17 +623,17 @@ class DenseShards:
         owners, found = self._owners(), dict[str, Units]()
         if not owners:
             return found
-        state, dense = self._state.training_state(), dict(self._state.module.named_parameters())
+        part, dense = self._parts.cut.part, dict(self._state.module.named_parameters())
         for name, owner in owners.items():
-            if self._numbers[owner] == state.rank:
-                tensor = state.cut.part.tensor if is_cut(dense[name]) else None
+            if self._numbers[owner] == self._worlds.present.rank:
+                tensor = part.tensor if is_cut(dense[name]) else None
                 found[_state_name(name, tensor)] = {
                     (f"{name}/moments", block): {
                         scope: value[here] if value.shape == dense[name].shape else value
                         for scope, value in self._state.state_of(dense[name]).items()
                         if isinstance(value, Tensor)
                     }
-                    for here, block in _places(dense[name], state.cut.part)
+                    for here, block in _places(dense[name], part)
                 }
         return found
 
@@ -646,7 +655,7 @@ class DenseShards:
         if is_pipeline:
             self._detached |= own
         elif self._parts.is_enabled:
-            own[_part_name(0, world.row_cut.part)] = self._parts.held()
+            own[_part_name(0, self._parts.cut.part)] = self._parts.held()
         listed = all_gather_json({name: [unit_row(unit) for unit in units] for name, units in own.items()}, world)
         kept = {name for rank in staying for name in listed[rank]}
         lost = sorted({name: rows for one in listed for name, rows in one.items() if name not in kept}.items())
@@ -704,7 +713,7 @@ class DenseShards:
         table, own = state.training_state(), dict[nn.Parameter, list[Unit]]()
         for name, owner in self._owners().items():
             if numbers[owner] == world.rank and dense[name] in homes:
-                places = _places(dense[name], ranks.row_cut.part)
+                places = _places(dense[name], self._parts.cut.part)
                 own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
         arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)
         for parameter, units in own.items():

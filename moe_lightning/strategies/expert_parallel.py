@@ -584,6 +584,7 @@ class ExpertParallelStrategy(DDPStrategy):
             stages.cut.apply(self.root_device)  # before experts without values meet
             self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
         self._gathered = self._gathered if keeps_weights else None
+        self.state.parts.begin_run(self.world)
         self.state.stages.cut.apply(self.root_device)
         for layer in self.state.stages.layers:
             layer.resume_world()

@@ -190,18 +190,17 @@ def set_up_data(trainer: pl.Trainer) -> None:
 
 
 def inventory_of(
-    state: TrainState, *, former: World, rank: int, node: str, version: int, counts: bool, is_prepared: bool
+    state: TrainState, *, rank: int, node: str, version: int, counts: bool, is_prepared: bool
 ) -> RankInventory:
     """Return the inventory of a rank that leaves its former world.
 
     Args:
-        former: that world.
         rank, node: its place in the new one.
         version: committed optimizer steps of its live state.
         counts: True if that state is whole and of this run.
         is_prepared: True if it was ready for the update after that.
     """
-    experts, (sharded, owned) = state.experts, state.shards.names(former)
+    experts, (sharded, owned) = state.experts, state.shards.names()
     numbers = {layer: number for number, layer in enumerate(state.stages.layers)}
     stacks = zip(experts.layers, experts.stacks, strict=True)
     held = [(numbers[layer], expert) for layer, stack in stacks for _, expert in stack.held()]
@@ -329,7 +328,6 @@ class StateRecovery:
         counts = step.is_restorable and not (is_newcomer or step.is_torn or state.window_replay)
         own = inventory_of(
             state,
-            former=self._strategy.worlds.present,
             rank=world.rank,
             node=node,
             version=step.version,
@@ -379,7 +377,7 @@ class StateRecovery:
                 broadcast_frozen(state.module, newcomers, world, is_old.index(True))
         if saved is not None or state.shards.moves_optimizers:
             step.begin_overwriting()
-        state.transfer.install(units, state.stages.sharers(world)[0])
+        state.transfer.install(units, world)
         state.shards.reshard(plan.shards if plan.level == "live" else ())
         restore_missing(state, plan, saved)
         state.after_writing()

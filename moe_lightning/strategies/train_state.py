@@ -93,7 +93,7 @@ class TrainState:
         self.stages = StageMap(nn.Module(), worlds)
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=not has_owners(dense))
         self.shards = DenseShards(self, self.parts, worlds, dense)
-        self.transfer = StateTransfer(self, worlds)
+        self.transfer = StateTransfer(self)
         self.optimizers: Sequence[Optimizer] = []
         self.updates = Updates(on_host=on_host)
         self.averaging = Averaging(self)
@@ -169,7 +169,7 @@ class TrainState:
             state_ranks=self.shards.ranks,
             rank=ranks.rank,
             world_size=ranks.size,
-            cut=ranks.row_cut,
+            cut=self.parts.cut,
             holders=self.stages.holders,
             on_host=self.updates.on_host,
             averages=self.averaging.averages,
@@ -370,11 +370,10 @@ class StateTransfer:
 
     Args:
         state: the state of this rank.
-        worlds: the present world.
     """
 
-    def __init__(self, state: TrainState, worlds: Worlds) -> None:
-        self._state, self._worlds = state, worlds
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
 
     def fetch(self, world: World, live: Collection[int], behind: Collection[int]) -> Units:
         """Transfer the dense values that this rank will hold in a world and lacks, with hyperparameters and scalars of
@@ -464,16 +463,11 @@ class StateTransfer:
         experts.hold(layers, [placements[layer] for layer in layers])
 
     def install(self, units: Units, world: World) -> None:
-        """Set the parts of parameters that this rank holds now, if ranks share them; others are restored next.
-
-        Not collective.
-
-        Args:
-            world: the ranks that hold the same stages.
+        """Cut the parameters for a world and set the parts that this rank holds there, if ranks share them; others are
+        restored next. Not collective.
         """
         self._state.stages.values_arrived()
-        if self._state.parts.is_enabled:
-            self._state.parts.install(units, world)
+        self._state.parts.install(units, world)
 
     def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray) -> None:
         """Move experts to the ranks of a world's placements, and drop the stages that this rank will not hold;
@@ -539,9 +533,7 @@ class StateTransfer:
         peers = next((own for own in ranks if world.rank in own), [world.rank])  # in the next world
         offline = World.offline(peers.index(world.rank), len(peers), world.device)
         self._move_experts(world, repair.placements, held, ranks, offline)
-        alone = replace(World.offline(world.rank, world.size, world.device), nodes=world.nodes)
-        self.install(units, alone)
-        self._worlds.set_present(alone)  # where nothing is cut
+        self.install(units, World.offline(world.rank, world.size, world.device))  # where nothing is cut
 
 
 def wanted_stages(ranks: Sequence[Sequence[int]], rank: int) -> list[int]:

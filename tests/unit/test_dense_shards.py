@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from moe_lightning.parallel.context import World
-from moe_lightning.parallel.mesh import Part, RowCut, TensorCut
-from moe_lightning.state.tensors import blocks_of, part_of_whole
+from moe_lightning.parallel.mesh import MeshShape, Part, RowCut, TensorCut
+from moe_lightning.state.pieces import Block
+from moe_lightning.state.tensors import blocks_of, mark, part_of_whole
 from moe_lightning.strategies.dense_parameters import DenseShards, sum_scalars
 from moe_lightning.strategies.dense_sharding import cut_groups
+from moe_lightning.strategies.placed_experts import PlacedExperts
+from moe_lightning.strategies.stages import StageMap
+from moe_lightning.strategies.train_state import TrainState
+from moe_lightning.strategies.worlds import Worlds
 
 CUTS = [
     TensorCut(shape=(8, 6)),
@@ -71,6 +76,25 @@ def test_who_updates_a_parameter_does_not_depend_on_what_is_frozen() -> None:
     shards.begin()
     assert dict(shards.ranks) == before
     assert before.keys() == {*module.parameters()}
+
+
+def test_a_module_is_cut_for_the_former_world_until_it_is_cut_for_the_next_one() -> None:
+    """Parts in inventories, and what is sent of them, are those that are here."""
+    worlds, module = Worlds(MeshShape(tp=2)), nn.Linear(4, 4, bias=False)
+    worlds.set_present(World(rank=1, size=2, device=torch.device("cpu"), shape=MeshShape(tp=2), shards=((0, 1),)))
+    state = TrainState(worlds, dense="ddp")
+    state.set_module(module, PlacedExperts(module, [], worlds.present), StageMap(module, worlds))  # type: ignore[arg-type]
+    mark(module.weight, TensorCut(shape=(8, 4), sections=(8,)))
+    state.parts.begin_run(worlds.present)
+    halves = [f"stage 0, dense rows 0 of 1 in part {tensor} of 2" for tensor in range(2)]
+    for world in (worlds.present, World.single()):
+        worlds.set_present(world)
+        assert state.shards.names() == (tuple(halves), (halves[1],))
+        ((_, block),) = state.parts.held()
+        assert block.offsets == (4, 0)
+    state.transfer.install({("weight", Block.of((8, 4))): {"weight": torch.ones(8, 4)}}, World.single())
+    assert state.shards.names() == (("stage 0, dense rows 0 of 1",),) * 2
+    assert torch.equal(module.weight, torch.ones(8, 4))
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12), st.sampled_from(["fsdp", "hsdp"]))

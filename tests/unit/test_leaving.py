@@ -82,7 +82,7 @@ def test_a_model_without_experts_is_handed_over() -> None:
     worlds.set_present(world)
     module = nn.Linear(2, 2)
     state = MagicMock(experts=PlacedExperts(module, [], world), stages=StageMap(module, worlds))
-    StateTransfer(state, worlds).hand_over([0], world, ["a"], min_replicas=2)
+    StateTransfer(state).hand_over([0], world, ["a"], min_replicas=2)
     state.shards.hand_over.assert_called_once_with([0], world)
 
 
