@@ -43,6 +43,7 @@ class FitProgress:
         precision: state of the precision plugin: the scale of the loss under float16.
         validation_is_due: a validation follows this step, and has not ended yet.
         epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
+        is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
     """
 
     step: int
@@ -54,6 +55,7 @@ class FitProgress:
     precision: dict[str, Any] = field(default_factory=dict)
     validation_is_due: bool = False
     epoch_is_over: bool = False
+    is_saved: bool = False
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
@@ -104,7 +106,7 @@ class FitProgress:
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
         """Load the progress in a checkpoint of Lightning's, with the state of hooks and callbacks, and what callbacks
-        monitor; `restore` it, then call `with_dues`.
+        monitor.
         """
         private_lightning.load_hooks(trainer, dump)
         private_lightning.load_callbacks(trainer, dump, is_checkpoint=True)
@@ -116,19 +118,11 @@ class FitProgress:
             loaders=dump[LOADERS_KEY],
             lr_schedulers=dump["lr_schedulers"],
             precision=dump.get(type(trainer.precision_plugin).__qualname__, {}),
+            is_saved=True,
         )
 
-    def with_dues(self, trainer: pl.Trainer) -> FitProgress:
-        """Return the progress with what was due when the checkpoint was saved; after the trainer was restored to it."""
-        loop = trainer.fit_loop.epoch_loop
-        batches: Any = loop.batch_progress
-        if batches.total.completed == batches.total.processed:  # saved at the end of training
-            return self
-        is_due = private_lightning.is_validation_due(trainer)
-        return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch)
-
-    def restore(self, trainer: pl.Trainer) -> None:
-        """Restore the fit loop to this progress; its next run resumes here.
+    def restore(self, trainer: pl.Trainer) -> FitProgress:
+        """Restore the fit loop to this progress, where its next run resumes; return the progress with what is due then.
 
         Raises:
             ConfigurationError: a training loader that has no position to go back to.
@@ -153,6 +147,15 @@ class FitProgress:
         for loader, state in zip(loaders, self.loaders, strict=True):
             loader.load_state_dict(dict(state))
         private_lightning.restart_loaders(trainer)
+        return self._with_dues(trainer) if self.is_saved else self
+
+    def _with_dues(self, trainer: pl.Trainer) -> FitProgress:
+        """Return the progress with what was due when the checkpoint was saved, to which the trainer is restored."""
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+        if batches.total.completed == batches.total.processed:  # saved at the end of training
+            return replace(self, is_saved=False)
+        is_due = private_lightning.is_validation_due(trainer)
+        return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch, is_saved=False)
 
     def _restore_rates(self, trainer: pl.Trainer) -> None:
         for optimizer, rates in zip(trainer.optimizers, self.rates, strict=False):
@@ -252,6 +255,10 @@ class UnfinishedBatch:
             self._left = self._ended
         self.running = self._ended = None
 
+    def forget(self) -> None:
+        """Forget what is left: the run goes on from a saved step, whose batch has ended."""
+        self._left = None
+
     def finish(self, step: int, world: World, *, made_steps: bool, with_newcomers: bool) -> bool:
         """Run what is left, each hook once, and return True if it was run whole; collective.
 
@@ -259,7 +266,7 @@ class UnfinishedBatch:
         is lost and nobody has met it since, its successor logs the step.
 
         Args:
-            step: that the run goes on from; -1: a saved one, whose batch has ended.
+            step: that the run goes on from.
             made_steps: this process has committed steps.
             with_newcomers: ranks have joined that have not made the step.
         """
@@ -412,30 +419,24 @@ class CommittedStep:
         saved = self._state.restored
         assert saved is not None
         self.progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
+        self.batch.forget()
 
-    def restore(self, *, is_saved: bool) -> None:
-        """Restore the fit loop to the step; its next run resumes there.
-
-        Args:
-            is_saved: the step is that of a snapshot or checkpoint.
-        """
+    def restore(self) -> None:
+        """Restore the fit loop to the step; its next run resumes there."""
         assert self.progress is not None, "it was received"
-        self.progress.restore(self._state.trainer)
-        if is_saved:
-            self.progress = self.progress.with_dues(self._state.trainer)
+        self.progress = self.progress.restore(self._state.trainer)
         self.is_torn, self.prepared = False, None
 
-    def finish(self, world: World, *, is_saved: bool, with_newcomers: bool) -> None:
+    def finish(self, world: World, *, with_newcomers: bool) -> None:
         """Do what was due after the step that was restored: hooks of its batch that the fault kept from running, a
         validation, and the end of the epoch; Lightning itself, restored to this state, skips all. Collective.
 
         Args:
-            is_saved: see `restore`.
             with_newcomers: ranks have joined that have not made the step, perhaps during the epoch; the logged values
                 of its steps are then dropped, because the ranks cannot reduce them together.
         """
-        kept, step = self.progress, -1 if is_saved else self.version
-        ran = self.batch.finish(step, world, made_steps=not self.is_first, with_newcomers=with_newcomers)
+        kept, made_steps = self.progress, not self.is_first
+        ran = self.batch.finish(self.version, world, made_steps=made_steps, with_newcomers=with_newcomers)
         if ran and kept is not None and self.progress is not None:  # what others have still to do follows here, too
             self.progress = replace(
                 self.progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over

@@ -389,7 +389,7 @@ class ElasticWorlds:
         if worlds.spares:
             raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
         if has_recovered:
-            self.step.finish(worlds.present, is_saved=self.has_rolled_back, with_newcomers=self._has_newcomers)
+            self.step.finish(worlds.present, with_newcomers=self._has_newcomers)
             if loop.done:  # after the last step: only what ends a run is left to do
                 loop.on_run_start()
                 loop.on_run_end()
@@ -517,7 +517,7 @@ class ElasticWorlds:
         has_new = self.step.version > 0 and self.step.progress is not None and self._state.window_replay is None
         (lacks,) = any_says([not (has_new and self.step.is_restorable)], self._strategy.worlds.present)
         if not lacks:
-            self.step.restore(is_saved=False)  # the loop may have fetched the next batch
+            self.step.restore()  # the loop may have fetched the next batch
             self._state.trainer.fit_loop.on_run_end()
 
     def _recover(self, fault: BaseException | None) -> None:
@@ -596,7 +596,7 @@ class ElasticWorlds:
             step.receive(plan, world)
             self._strategy.enter_world(world)
             self._share_stop()  # before `restore`, which asks it if a validation is due
-            step.restore(is_saved=self.has_rolled_back)
+            step.restore()
         self.standing, self.change_is_due = Standing.MEMBER, False
         return plan, repair
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -10,8 +12,10 @@ import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from moe_lightning.compat import private_lightning
+from moe_lightning.parallel.context import World
 from moe_lightning.strategies import committed_step
-from moe_lightning.strategies.committed_step import FitProgress
+from moe_lightning.strategies.committed_step import CommittedStep, FitProgress
+from moe_lightning.strategies.step_data import LOADERS_KEY
 
 
 def test_a_metric_is_required_again_after_an_end_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +59,34 @@ def test_an_end_that_is_repeated_lowers_a_rate_once(
     assert float(optimizer.param_groups[0]["lr"]) == 0.5
     plateau.step(1.0)
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
+
+
+@pytest.mark.parametrize("faults", [0, 1])
+def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
+    monkeypatch: pytest.MonkeyPatch, faults: int
+) -> None:
+    """Of the survivors of that fault the state is live then."""
+    monkeypatch.setattr(committed_step.private_torch, "tree_leaves", lambda _: [])
+    monkeypatch.setattr(private_lightning, "is_validation_due", lambda _: True)
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.strategy.connect(pl.LightningModule())
+    saved = {
+        "global_step": 5,
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        LOADERS_KEY: [],
+        "lr_schedulers": [],
+    }
+    batches = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]  # type: ignore[index]
+    batches |= {"is_last_batch": True, "current": {"ready": 1, "started": 1, "processed": 1, "completed": 0}}
+    batches["total"] |= {"ready": 5}
+    state: Any = SimpleNamespace(trainer=trainer, restored=SimpleNamespace(read_object=lambda _: saved))
+    step, world = CommittedStep(state), World.single()
+    levels = ["memory", *["live"] * faults]
+    for level in levels:
+        plan: Any = SimpleNamespace(level=level, resumes_at=5, version=5, live_ranks=(0,))
+        step.receive(plan, world)
+    for _ in range(2):  # it is known once, for a recovery may come when the validation has ended
+        step.restore()
+        assert step.progress is not None
+        assert (step.progress.validation_is_due, step.progress.epoch_is_over) == (True, True)
+        monkeypatch.setattr(private_lightning, "is_validation_due", lambda _: False)
