@@ -1,4 +1,4 @@
-"""Dense parameters and optimizer states that ranks share: parts by rows and by tensor index, and their transfer.
+"""Dense parameters that ranks share, in parts by rows and by tensor index, and the owners of their optimizer states.
 
 Under mesh.tp a model's `tensor_parallel_plan` says how its layers are cut: each rank of a tensor group stores, updates
 and computes with a part. Parameters stay the same objects with a part of their values, so optimizers and other code see
@@ -13,7 +13,7 @@ parameters (REFT's AOR).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ from moe_lightning.parallel.tensor import (
     undo_parts,
 )
 from moe_lightning.state.pieces import Block
-from moe_lightning.state.table import State, numbers_among
+from moe_lightning.state.table import State
 from moe_lightning.state.tensors import (
     blocks_of,
     cut_of,
@@ -55,7 +55,7 @@ from moe_lightning.state.tensors import (
     replacement,
     whole_shape,
 )
-from moe_lightning.state.transfer import Unit, Units, install, reshard, unit_of, unit_row, without_memory
+from moe_lightning.state.transfer import Unit, Units, install, reshard, without_memory
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseSharding, ReplicatedDense
 from moe_lightning.strategies.fsdp import (
@@ -452,7 +452,7 @@ def sum_scalars(scalars: Sequence[nn.Parameter], world: World) -> None:
 
 
 class DenseShards:
-    """Dense state of a rank that others lack, from world to world: parts of stages, and optimizer states.
+    """Optimizer states of dense parameters that a rank has for others, and groups of the optimizers that fit them.
 
     Args:
         state: of the rank.
@@ -462,15 +462,14 @@ class DenseShards:
 
     Attributes:
         kind: as given.
+        numbers: in the whole world, of the ranks that may have them.
         replay: copy of another rank's optimizer states; None without one.
     """
 
     def __init__(self, state: TrainState, parts: DenseParts, worlds: Worlds, kind: str) -> None:
         self._state, self._parts, self._worlds, self.kind = state, parts, worlds, kind
         self._sharding: DenseSharding = ReplicatedDense((), World.single())
-        self._numbers: Sequence[int] = ()  # in the whole world, of the ranks that the sharding counts
-        self._detached: dict[str, Units] = {}  # what this rank keeps for the next world, by name in inventories
-        self._listed: set[str] = set()  # what all ranks had when they handed over, by these names
+        self.numbers: Sequence[int] = ()
         self._has_whole_groups = False
         self.replay: AdamWReplay | None = None
 
@@ -485,11 +484,6 @@ class DenseShards:
         return bool(self._sharding.owners) and self._worlds.present.size > 1
 
     @property
-    def moves_optimizers(self) -> bool:
-        """True if optimizer states may change hands on the way into the present world: until then ranks lack some."""
-        return bool(self._sharding.owners or self._detached) and self._worlds.present.size > 1
-
-    @property
     def unowned(self) -> list[nn.Parameter]:
         """Dense parameters whose updates another rank computes."""
         return [parameter for parameter, rank in self.ranks.items() if rank != self._worlds.present.rank]
@@ -497,20 +491,20 @@ class DenseShards:
     @property
     def ranks(self) -> dict[nn.Parameter, int]:
         """The rank that has the optimizer state of each dense parameter; empty if all have all."""
-        return {parameter: self._numbers[owner] for parameter, owner in self._sharding.owners.items()}
+        return {parameter: self.numbers[owner] for parameter, owner in self._sharding.owners.items()}
 
     def begin(self) -> None:
         """Reduce each new optimizer of a fit to this rank's share of the dense parameters."""
-        self._detached, self._listed, self.replay = {}, set(), None  # of a former fit
+        self.forget_replay()  # of a former fit
         sharers, numbers = self._state.stages.sharers(self._worlds.present)
-        self._shard(self._built(sharers), numbers)
+        self.assign(self.build(sharers), numbers)
 
     def broadcast_updates(self, optimizer: Optimizer) -> None:
         """Broadcast the updates that one rank has computed for all of an optimizer's parameters; collective."""
         if self._sharding.owners:
             self._sharding.spread_updates(self._state.parameters_of(optimizer))
 
-    def _built(self, ranks: World) -> DenseSharding:
+    def build(self, ranks: World) -> DenseSharding:
         """Build the sharding of the optimizers' dense parameters, frozen now or not, among the ranks that hold them."""
         state = self._state
         updated = {p for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
@@ -520,9 +514,13 @@ class DenseShards:
         sharding: DenseSharding = DENSE_SHARDINGS.make(self.kind, dense, staying)
         return sharding
 
-    def _shard(self, sharding: DenseSharding, numbers: Sequence[int]) -> None:
-        """Reduce each optimizer to this rank's share of the dense parameters."""
-        self._sharding, self._numbers = sharding, numbers
+    def assign(self, sharding: DenseSharding, numbers: Sequence[int]) -> None:
+        """Reduce each optimizer to this rank's share of the dense parameters.
+
+        Args:
+            numbers: in the whole world, of the ranks that the sharding counts.
+        """
+        self._sharding, self.numbers = sharding, numbers
         self._reduce_groups()
 
     def _reduce_groups(self) -> None:
@@ -563,7 +561,7 @@ class DenseShards:
         Raises:
             ConfigurationError: no sharding, several optimizers, or one whose updates cannot be repeated exactly.
         """
-        owners, state, module = self._owners(), self._state.training_state(), self._state.module
+        owners, state, module = self.owners(), self._state.training_state(), self._state.module
         if state.averages is not None:
             raise ConfigurationError(
                 "optimizer_replay repeats a peer's moments and not its averages: use optimizer_replay=false, and "
@@ -575,6 +573,10 @@ class DenseShards:
         optimizer, groups = state.optimizers[0]
         own = [{names[id(p)]: p.detach() for p in group if owners.get(names[id(p)]) == peer} for group in groups]
         self.replay = AdamWReplay(optimizer, own, version=module.trainer.global_step)
+
+    def forget_replay(self) -> None:
+        """Repeat no updates: the peer is one of a former world."""
+        self.replay = None
 
     def replay_update(self, optimizer: Optimizer) -> None:
         """Repeat the update that the peer is about to make, if there is one."""
@@ -588,7 +590,7 @@ class DenseShards:
         version = module.trainer.global_step
         if self.replay is None or version == 0:  # at first there are no states yet, and the weights are alike
             return 0
-        owners, optimizer = self._owners(), self._state.optimizers[0]
+        owners, optimizer = self.owners(), self._state.optimizers[0]
         owned = {
             name: {"weight": p.detach(), **optimizer.state[p]}
             for name, p in module.named_parameters()
@@ -596,147 +598,35 @@ class DenseShards:
         }
         return sum(len(names) for names in verify_replays(self.replay, owned, version, world).values())
 
-    # ------------------------------------------------------------------ inventories
+    # ------------------------------------------------------------------ what this rank has for others
 
-    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of all dense state that some ranks only have, and of what this rank has of it: parts of
-        stages, and optimizer states.
-        """
-        stages, cut, parted = self._state.stages, self._parts.cut, cuts_of(self._state.module)
-        everyones, own = set(self._listed), {*self._owned_states(), *self._detached}
-        if self.shares_weights:
-            everyones |= {_part_name(stage, part) for stage in range(stages.num_stages) for part in cut.parts}
-            own |= {_part_name(stage, cut.part) for stage in stages.held}
-        for name in self._owners():
-            tensors = range(cut.tensors) if name in parted else (None,)
-            everyones |= {_state_name(name, tensor) for tensor in tensors}
-        return tuple(sorted(everyones)), tuple(sorted(own))
-
-    def _owners(self) -> dict[str, int]:
+    def owners(self) -> dict[str, int]:
         """Return the rank that has the optimizer state of each dense parameter, by name; empty without sharding."""
         names = {parameter: name for name, parameter in self._state.module.named_parameters()}
         owners = self._sharding.owners.items()
         return {names[parameter]: rank for parameter, rank in owners if parameter in names}  # others have left
 
-    def _owned_states(self) -> dict[str, Units]:
+    def owned_states(self) -> dict[str, Units]:
         """Return the optimizer states that this rank has for others, by their names in inventories."""
-        owners, found = self._owners(), dict[str, Units]()
+        owners, found = self.owners(), dict[str, Units]()
         if not owners:
             return found
         part, dense = self._parts.cut.part, dict(self._state.module.named_parameters())
         for name, owner in owners.items():
-            if self._numbers[owner] == self._worlds.present.rank:
+            if self.numbers[owner] == self._worlds.present.rank:
                 tensor = part.tensor if is_cut(dense[name]) else None
-                found[_state_name(name, tensor)] = {
+                found[state_name(name, tensor)] = {
                     (f"{name}/moments", block): {
                         scope: value[here] if value.shape == dense[name].shape else value
                         for scope, value in self._state.state_of(dense[name]).items()
                         if isinstance(value, Tensor)
                     }
-                    for here, block in _places(dense[name], part)
+                    for here, block in places_of(dense[name], part)
                 }
         return found
 
-    # ------------------------------------------------------------------ from world to world
 
-    def detach_states(self) -> None:
-        """Keep the optimizer states that this rank has for others until the next world has them: their parameters may
-        leave.
-        """
-        self._detached |= self._owned_states()
-
-    def detached(self) -> dict[Unit, Mapping[str, Tensor]]:
-        """Return what this rank keeps of ranks that have left, and its optimizer states for others once detached."""
-        return {unit: tensors for units in self._detached.values() for unit, tensors in units.items()}
-
-    def hand_over(self, staying: Sequence[int], world: World) -> None:
-        """Transfer the dense state that only leaving ranks have to ranks that stay; collective."""
-        own, is_pipeline = self._owned_states(), self._state.stages.num_stages > 1
-        if is_pipeline:
-            self._detached |= own
-        elif self._parts.is_enabled:
-            own[_part_name(0, self._parts.cut.part)] = self._parts.held()
-        listed = all_gather_json({name: [unit_row(unit) for unit in units] for name, units in own.items()}, world)
-        kept = {name for rank in staying for name in listed[rank]}
-        lost = sorted({name: rows for one in listed for name, rows in one.items() if name not in kept}.items())
-        next_one = {name: staying[number % len(staying)] for number, (name, _) in enumerate(lost)}
-        coming = {name: [unit_of(row) for row in rows] for name, rows in lost if next_one[name] == world.rank}
-        have = {unit: tensors for name in own.keys() - kept for unit, tensors in own[name].items()}
-        arrived = reshard(have, without_memory(unit for units in coming.values() for unit in units), world)
-        self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
-        if is_pipeline:
-            self._listed = {name for one in listed for name in one}
-            self._sharding = ReplicatedDense((), world)  # all states are detached: parameters may leave now
-
-    def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
-        """Give optimizer states to the ranks of the present world that have them for others; collective if they move.
-
-        Args:
-            sources: (name, rank) of all dense state that a rank has, live or replayed, and others may lack; what no
-                rank has is restored later.
-        """
-        world = self._worlds.present
-        ranks, numbers = self._state.stages.sharers(world)
-        self._share([name for name, rank in sources if rank == world.rank], world, ranks, numbers)
-        self._detached, self._listed = {}, set()
-
-    def gather(self, world: World, most_bytes: int) -> None:
-        """Give every rank whole dense parameters after training, unless they take more than this on some rank;
-        collective if they are cut.
-        """
-        self.detach_states()
-        if self._parts.gather(world, most_bytes):
-            groups = {name: group for name, group in world.groups.items() if name != "copy"}
-            world, numbers = replace(world, shards=(), groups=groups), self._numbers
-            self._share(list(self._detached), world, world, range(world.size))
-            self._numbers = numbers
-        self._detached = {}
-
-    def _share(self, names: Collection[str], world: World, ranks: World, numbers: Sequence[int]) -> None:
-        """Transfer optimizer states to the ranks of a world that hold them from now on, if any holds them for others;
-        collective.
-
-        Args:
-            names: of the states, detached or replayed, that this rank sends.
-            ranks, numbers: those that hold the same parameters as this one, and their numbers in the world.
-        """
-        state, sharding, have = self._state, self._built(ranks), self._detached_states(names)
-        if not sharding.owners and (state.stages.num_stages == 1 or self._parts.with_moments):
-            return
-        dense = {name: p for name, p in state.module.named_parameters() if p not in state.experts.stack_of}
-        homes = {p: optimizer for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
-        numbers_of = {optimizer: numbers_among(optimizer) for optimizer in state.optimizers}
-        state.fill_groups()
-        self._shard(sharding, numbers)
-        for parameter in filter(homes.__contains__, dense.values()):  # a frozen one may be in no optimizer
-            homes[parameter].state.pop(parameter, None)
-        table, own = state.training_state(), dict[nn.Parameter, list[Unit]]()
-        for name, owner in self._owners().items():
-            if numbers[owner] == world.rank and dense[name] in homes:
-                places = _places(dense[name], self._parts.cut.part)
-                own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
-        arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)
-        for parameter, units in own.items():
-            if units and all(arrived.get(unit) for unit in units):
-                states = _joined([arrived[unit] for unit in units], cut_of(parameter))
-                home = homes[parameter]
-                home.state[parameter] = numbers_of[home] | table.placed(home, parameter, states)
-        self.replay = None  # of a rank of the former world
-
-    def _detached_states(self, names: Collection[str]) -> Units:
-        """Return optimizer states by name, detached or replayed for a lost peer."""
-        found, replay = dict[Unit, Mapping[str, Tensor]](), self.replay
-        for name in names:
-            if name in self._detached:
-                found |= self._detached[name]
-            elif replay is not None and name in replay.names:
-                states = replay.states(name)
-                block = Block.of(states.pop("weight").shape)
-                found[f"{name}/moments", block] = states
-        return found
-
-
-def _places(parameter: nn.Parameter, part: Part) -> list[tuple[tuple[slice, ...], Block]]:
+def places_of(parameter: nn.Parameter, part: Part) -> list[tuple[tuple[slice, ...], Block]]:
     """Return the blocks of a parameter that a rank with a part of the tensor indices has, see `blocks_of`."""
     cut = cut_of(parameter)
     if cut is None:
@@ -744,21 +634,6 @@ def _places(parameter: nn.Parameter, part: Part) -> list[tuple[tuple[slice, ...]
     return list(blocks_of(cut, replace(part, row=0, rows=1)))
 
 
-def _joined(blocks: Sequence[Mapping[str, Tensor]], cut: TensorCut | None) -> dict[str, Tensor]:
-    """Return the states of a part of a parameter from those of its blocks."""
-    if cut is None or len(blocks) == 1:
-        return dict(blocks[0])
-    return {
-        scope: torch.cat([states[scope] for states in blocks], cut.dim) if value.ndim else value
-        for scope, value in blocks[0].items()
-    }
-
-
-def _part_name(stage: int, part: Part) -> str:
-    """Return the name of a part of a stage in inventories."""
-    return f"stage {stage}, {part.name}"
-
-
-def _state_name(name: str, tensor: int | None) -> str:
+def state_name(name: str, tensor: int | None) -> str:
     """Return the name of the optimizer state of a parameter, or of one of its parts by tensor index, in inventories."""
     return name if tensor is None else f"{name}, part {tensor}"

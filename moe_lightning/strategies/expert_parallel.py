@@ -646,7 +646,7 @@ class ExpertParallelStrategy(DDPStrategy):
         # In an elastic run a rank that is lost now must not end the others.
         if not self.worlds.is_elastic and self.world.size > 1:
             room = gather_limit(self.num_processes)
-            self.state.shards.gather(self.world.stage, room)
+            self.state.transfer.gather(self.world.stage, room)
             if self._pipeline is None:  # whose ranks keep their stages only
                 self._gathered = gather_experts(self.experts, room)
             private_lightning.act_on_signals(self.state.trainer, partial(any_says, world=self.world), ends=True)

@@ -200,7 +200,7 @@ def inventory_of(
         counts: True if that state is whole and of this run.
         is_prepared: True if it was ready for the update after that.
     """
-    experts, (sharded, owned) = state.experts, state.shards.names()
+    experts, (sharded, owned) = state.experts, state.transfer.names()
     numbers = {layer: number for number, layer in enumerate(state.stages.layers)}
     stacks = zip(experts.layers, experts.stacks, strict=True)
     held = [(numbers[layer], expert) for layer, stack in stacks for _, expert in stack.held()]
@@ -375,10 +375,10 @@ class StateRecovery:
             if any(is_old):
                 newcomers = {rank for rank, old in enumerate(is_old) if not old}
                 broadcast_frozen(state.module, newcomers, world, is_old.index(True))
-        if saved is not None or state.shards.moves_optimizers:
+        if saved is not None or state.transfer.moves_optimizers:
             step.begin_overwriting()
         state.transfer.install(units, world)
-        state.shards.reshard(plan.shards if plan.level == "live" else ())
+        state.transfer.reshard(plan.shards if plan.level == "live" else ())
         restore_missing(state, plan, saved)
         state.after_writing()
         agree(world)

@@ -27,22 +27,24 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.router import Router
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, agree
-from moe_lightning.parallel.mesh import Part
+from moe_lightning.parallel.mesh import Part, TensorCut
 from moe_lightning.state.averages import AVERAGE
 from moe_lightning.state.pieces import Block
+from moe_lightning.state.table import numbers_among
 from moe_lightning.state.tensors import (
     Updates,
     cut_of,
+    cuts_of,
     home_of_moments,
     local,
     mark,
     swap_parameters,
 )
-from moe_lightning.state.transfer import NO_UNITS, Units, reshard, without_memory
+from moe_lightning.state.transfer import NO_UNITS, Unit, Units, reshard, unit_of, unit_row, without_memory
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import require_automatic_optimization, require_own_sharding
-from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards
-from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, has_owners
+from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards, places_of, state_name
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, ReplicatedDense, has_owners
 from moe_lightning.strategies.optimizer_checks import (
     require_host_updates,
     require_one_closure_call,
@@ -93,7 +95,7 @@ class TrainState:
         self.stages = StageMap(nn.Module(), worlds)
         self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=not has_owners(dense))
         self.shards = DenseShards(self, self.parts, worlds, dense)
-        self.transfer = StateTransfer(self)
+        self.transfer = StateTransfer(self, worlds)
         self.optimizers: Sequence[Optimizer] = []
         self.updates = Updates(on_host=on_host)
         self.averaging = Averaging(self)
@@ -149,6 +151,7 @@ class TrainState:
         self.fill_groups()
         if self.parts.is_enabled and self._worlds.may_have_peers:
             self.require_one_optimizer_each(beside="mesh.tp", cure="dense=ddp or zero1 without mesh.tp")
+        self.transfer.begin()
         self.shards.begin()
 
     def require_same_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -368,12 +371,48 @@ class StateTransfer:
     """Transfer of a rank's state between worlds. A rank of a pipeline may hold other stages in the next world; until
     everything has arrived it holds its former stages and the new ones.
 
+    Ranks that leave on notice make `hand_over` with the others first. A recovery then calls, on all ranks of the next
+    world and in this order: `names`, `fetch`, `enter_world`, and once the next world is the present one `install` and
+    `reshard`. What this rank has for others is kept beside its parameters from `hand_over` or `fetch` to `reshard`,
+    because parameters may leave or change their parts.
+
     Args:
         state: the state of this rank.
+        worlds: the present world.
     """
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
+    def __init__(self, state: TrainState, worlds: Worlds) -> None:
+        self._state, self._worlds = state, worlds
+        self._detached: dict[str, Units] = {}  # what this rank keeps for the next world, by name in inventories
+        self._listed: set[str] = set()  # what all ranks had when they handed over, by these names
+
+    def begin(self) -> None:
+        """Forget what was kept in a former fit."""
+        self._detached, self._listed = {}, set()
+
+    # ------------------------------------------------------------------ inventories
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of all dense state that some ranks only have, and of what this rank has of it: parts of
+        stages, and optimizer states.
+        """
+        stages, shards, cut = self._state.stages, self._state.shards, self._state.parts.cut
+        parted = cuts_of(self._state.module)
+        everyones, own = set(self._listed), {*shards.owned_states(), *self._detached}
+        if shards.shares_weights:
+            everyones |= {_part_name(stage, part) for stage in range(stages.num_stages) for part in cut.parts}
+            own |= {_part_name(stage, cut.part) for stage in stages.held}
+        for name in shards.owners():
+            tensors = range(cut.tensors) if name in parted else (None,)
+            everyones |= {state_name(name, tensor) for tensor in tensors}
+        return tuple(sorted(everyones)), tuple(sorted(own))
+
+    @property
+    def moves_optimizers(self) -> bool:
+        """True if optimizer states may change hands on the way into the present world: until then ranks lack some."""
+        return bool(self._state.shards.ranks or self._detached) and self._worlds.present.size > 1
+
+    # ------------------------------------------------------------------ dense values
 
     def fetch(self, world: World, live: Collection[int], behind: Collection[int]) -> Units:
         """Transfer the dense values that this rank will hold in a world and lacks, with hyperparameters and scalars of
@@ -388,7 +427,7 @@ class StateTransfer:
         """
         state, stages = self._state, self._state.stages
         if world.rank in live:
-            state.shards.detach_states()
+            self._detached |= state.shards.owned_states()
         else:
             stages.lose_values()
         if not (state.shards.shares_weights or behind or len(live) < world.size):
@@ -427,7 +466,7 @@ class StateTransfer:
         have |= {unit: tensors for unit, tensors in parts.held().items() if stages.stage_of(unit[0]) in held}
         want = {unit: tensors for stage in lacking for unit, tensors in self._units(stage).items()}
         blocks = (unit for unit in parts.blocks(part) if stages.stage_of(unit[0]) in own)
-        return reshard({**have, **self._state.shards.detached()}, {**want, **without_memory(blocks)}, world)
+        return reshard({**have, **self._kept(self._detached)}, {**want, **without_memory(blocks)}, world)
 
     def _units(self, stage: int) -> Units:
         """Return the tensors of a stage that are equal on all of its ranks: dense parameters, with their moments, and
@@ -469,6 +508,80 @@ class StateTransfer:
         self._state.stages.values_arrived()
         self._state.parts.install(units, world)
 
+    # ------------------------------------------------------------------ optimizer states that one rank has for others
+
+    def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
+        """Give optimizer states to the ranks of the present world that have them for others; collective if they move.
+
+        Args:
+            sources: (name, rank) of all dense state that a rank has, live or replayed, and others may lack; what no
+                rank has is restored later.
+        """
+        world = self._worlds.present
+        ranks, numbers = self._state.stages.sharers(world)
+        self._share([name for name, rank in sources if rank == world.rank], world, ranks, numbers)
+        self._detached, self._listed = {}, set()
+
+    def gather(self, world: World, most_bytes: int) -> None:
+        """Give every rank whole dense parameters after training, unless they take more than this on some rank;
+        collective if they are cut.
+
+        Args:
+            world: the ranks of this rank's stage.
+        """
+        self._detached |= self._state.shards.owned_states()
+        if self._state.parts.gather(world, most_bytes):
+            groups = {name: group for name, group in world.groups.items() if name != "copy"}
+            whole = replace(world, shards=(), groups=groups)
+            self._share(list(self._detached), whole, whole, self._state.shards.numbers)
+        self._detached = {}
+
+    def _share(self, names: Collection[str], world: World, ranks: World, numbers: Sequence[int]) -> None:
+        """Transfer optimizer states to the ranks of a world that hold them from now on, if any holds them for others;
+        collective.
+
+        Args:
+            names: of the states, kept or replayed, that this rank sends.
+            ranks, numbers: those that hold the same parameters as this one, and their numbers in the whole world.
+        """
+        state, shards, have = self._state, self._state.shards, self._kept(names)
+        sharding = shards.build(ranks)
+        if not sharding.owners and (state.stages.num_stages == 1 or state.parts.with_moments):
+            return
+        dense = {name: p for name, p in state.module.named_parameters() if p not in state.experts.stack_of}
+        homes = {p: optimizer for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
+        numbers_of = {optimizer: numbers_among(optimizer) for optimizer in state.optimizers}
+        state.fill_groups()
+        shards.assign(sharding, numbers)
+        for parameter in filter(homes.__contains__, dense.values()):  # a frozen one may be in no optimizer
+            homes[parameter].state.pop(parameter, None)
+        table, own = state.training_state(), dict[nn.Parameter, list[Unit]]()
+        for name, owner in shards.owners().items():
+            if owner == ranks.rank and dense[name] in homes:
+                places = places_of(dense[name], state.parts.cut.part)
+                own[dense[name]] = [(f"{name}/moments", block) for _, block in places]
+        arrived = reshard(have, without_memory(unit for units in own.values() for unit in units), world)
+        for parameter, units in own.items():
+            if units and all(arrived.get(unit) for unit in units):
+                states = _joined([arrived[unit] for unit in units], cut_of(parameter))
+                home = homes[parameter]
+                home.state[parameter] = numbers_of[home] | table.placed(home, parameter, states)
+        shards.forget_replay()
+
+    def _kept(self, names: Collection[str]) -> dict[Unit, Mapping[str, Tensor]]:
+        """Return optimizer states by name, kept for the next world or replayed for a lost peer."""
+        found, replay = dict[Unit, Mapping[str, Tensor]](), self._state.shards.replay
+        for name in names:
+            if name in self._detached:
+                found |= self._detached[name]
+            elif replay is not None and name in replay.names:
+                states = replay.states(name)
+                block = Block.of(states.pop("weight").shape)
+                found[f"{name}/moments", block] = states
+        return found
+
+    # ------------------------------------------------------------------ stages and experts
+
     def enter_world(self, world: World, placements: Sequence[Placement], held: BoolArray) -> None:
         """Move experts to the ranks of a world's placements, and drop the stages that this rank will not hold;
         collective there.
@@ -504,6 +617,8 @@ class StateTransfer:
             placements = stages.placements
         experts.dispatch_among(stages.own(stages.layers), stages.own(placements), among)
 
+    # ------------------------------------------------------------------ ranks that leave on notice
+
     def hand_over(self, staying: Sequence[int], world: World, nodes: Sequence[str], *, min_replicas: int) -> None:
         """Transfer the state that only leaving ranks hold to ranks that stay, in their present world, and in a pipeline
         the stages that these will hold; collective.
@@ -513,7 +628,7 @@ class StateTransfer:
             min_replicas: nodes that shall hold each expert.
         """
         state, stages = self._state, self._state.stages
-        state.shards.hand_over(staying, world)
+        self._hand_over_dense(staying, world)
         ranks = stages.ranks_in(staying)
         placements = [stack.placement for stack in stages.stacks(state.experts)]
         held = held_states(placements) if placements else np.zeros((0, 0, world.size), dtype=np.bool_)
@@ -534,6 +649,41 @@ class StateTransfer:
         offline = World.offline(peers.index(world.rank), len(peers), world.device)
         self._move_experts(world, repair.placements, held, ranks, offline)
         self.install(units, World.offline(world.rank, world.size, world.device))  # where nothing is cut
+
+    def _hand_over_dense(self, staying: Sequence[int], world: World) -> None:
+        """Transfer the dense state that only leaving ranks have to ranks that stay; collective."""
+        state, shards = self._state, self._state.shards
+        own, is_pipeline = shards.owned_states(), state.stages.num_stages > 1
+        if is_pipeline:
+            self._detached |= own
+        elif state.parts.is_enabled:
+            own[_part_name(0, state.parts.cut.part)] = state.parts.held()
+        listed = all_gather_json({name: [unit_row(unit) for unit in units] for name, units in own.items()}, world)
+        kept = {name for rank in staying for name in listed[rank]}
+        lost = sorted({name: rows for one in listed for name, rows in one.items() if name not in kept}.items())
+        next_one = {name: staying[number % len(staying)] for number, (name, _) in enumerate(lost)}
+        coming = {name: [unit_of(row) for row in rows] for name, rows in lost if next_one[name] == world.rank}
+        have = {unit: tensors for name in own.keys() - kept for unit, tensors in own[name].items()}
+        arrived = reshard(have, without_memory(unit for units in coming.values() for unit in units), world)
+        self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
+        if is_pipeline:
+            self._listed = {name for one in listed for name in one}
+            shards.assign(ReplicatedDense((), world), ())  # all states are kept here: parameters may leave now
+
+
+def _joined(blocks: Sequence[Mapping[str, Tensor]], cut: TensorCut | None) -> dict[str, Tensor]:
+    """Return the states of a part of a parameter from those of its blocks."""
+    if cut is None or len(blocks) == 1:
+        return dict(blocks[0])
+    return {
+        scope: torch.cat([states[scope] for states in blocks], cut.dim) if value.ndim else value
+        for scope, value in blocks[0].items()
+    }
+
+
+def _part_name(stage: int, part: Part) -> str:
+    """Return the name of a part of a stage in inventories."""
+    return f"stage {stage}, {part.name}"
 
 
 def wanted_stages(ranks: Sequence[Sequence[int]], rank: int) -> list[int]:

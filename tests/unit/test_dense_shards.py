@@ -89,11 +89,11 @@ def test_a_module_is_cut_for_the_former_world_until_it_is_cut_for_the_next_one()
     halves = [f"stage 0, dense rows 0 of 1 in part {tensor} of 2" for tensor in range(2)]
     for world in (worlds.present, World.single()):
         worlds.set_present(world)
-        assert state.shards.names() == (tuple(halves), (halves[1],))
+        assert state.transfer.names() == (tuple(halves), (halves[1],))
         ((_, block),) = state.parts.held()
         assert block.offsets == (4, 0)
     state.transfer.install({("weight", Block.of((8, 4))): {"weight": torch.ones(8, 4)}}, World.single())
-    assert state.shards.names() == (("stage 0, dense rows 0 of 1",),) * 2
+    assert state.transfer.names() == (("stage 0, dense rows 0 of 1",),) * 2
     assert torch.equal(module.weight, torch.ones(8, 4))
 
 

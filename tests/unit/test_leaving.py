@@ -20,7 +20,7 @@ from moe_lightning.strategies import elastic_worlds, gradients, recovery
 from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stages import StageMap
-from moe_lightning.strategies.train_state import StateTransfer
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
 
@@ -81,9 +81,10 @@ def test_a_model_without_experts_is_handed_over() -> None:
     world, worlds = offline(0, 1), Worlds()
     worlds.set_present(world)
     module = nn.Linear(2, 2)
-    state = MagicMock(experts=PlacedExperts(module, [], world), stages=StageMap(module, worlds))
-    StateTransfer(state).hand_over([0], world, ["a"], min_replicas=2)
-    state.shards.hand_over.assert_called_once_with([0], world)
+    state = TrainState(worlds, dense="ddp")
+    state.set_module(module, PlacedExperts(module, [], world), StageMap(module, worlds))  # type: ignore[arg-type]
+    state.transfer.hand_over([0], world, ["a"], min_replicas=2)
+    assert state.transfer.names() == ((), ())
 
 
 LIVE: dict[str, Any] = {"level": "live", "live_ranks": (0,), "apply_prepared": (), "shards": ()}
@@ -111,7 +112,7 @@ def recovering() -> tuple[Any, CommittedStep]:
 def test_a_rank_that_is_whole_in_the_new_world_offers_its_values(fails_in: Callable[..., None], moves: bool) -> None:
     fails_in("agree", lost := dist.DistNetworkError("rank 2 died"))
     own, step = recovering()
-    own._strategy.state.shards.moves_optimizers = moves
+    own._strategy.state.transfer.moves_optimizers = moves
     with pytest.raises(type(lost)):
         own._move(SimpleNamespace(**LIVE, held=None, nodes=()), MagicMock(), offline(0, 3), is_newcomer=False)
     assert step.is_torn is moves
