@@ -298,6 +298,24 @@ class UnfinishedBatch:
 class CommittedStep:
     """The last step that this rank has committed with all others.
 
+    A step makes these calls, in this order; a fault may come after any of them:
+
+        call                 by               effect
+        prepare              ElasticWorlds    `prepared` is the update that all ranks are ready for
+        begin_update         ElasticWorlds    `is_torn`, where optimizers are sharded: others lack updates of this rank
+        commit               ElasticWorlds    neither any more; `version` is the new step, then `trainer.global_step`
+        end_batch            FaultRecovery    `progress` and `ended` are of the new step
+
+    A recovery then makes these, to bring all ranks to one step:
+
+        keep_batch           ElasticWorlds    what the fault has left of the batch is kept
+        apply_prepared       StateRecovery    as `commit`, where other ranks have committed the step
+        forget_prepared      StateRecovery    no `prepared`; an update that has begun leaves `is_torn`
+        begin_overwriting    StateRecovery    `is_torn`, until `end_overwriting`
+        receive              ElasticWorlds    `version` and `progress` are of the planned step
+        restore              ElasticWorlds    `trainer.global_step` and the rest of the fit loop, too
+        finish               ElasticWorlds    what was left or due is done; `ended` follows by `end_batch`
+
     Args:
         state: of this rank.
 
