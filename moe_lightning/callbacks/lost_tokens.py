@@ -107,8 +107,7 @@ class TokenCounts:
 
     def join_stages(self, stages: StageMap) -> None:
         """Take those of other pipeline stages from their ranks; collective there."""
-        if stages.num_stages > 1:
-            self.total = stages.counts_of_all(None if self.total is None else self.total[stages.numbers])
+        self.total = stages.counts_of_all(None if self.total is None else self.total[stages.numbers])
 
     def enter_world(self, recorded: IntArray | None, stages: StageMap, world: World) -> None:
         """Drop those of a step that is repeated, and take those that other ranks have seen: this one may have joined,

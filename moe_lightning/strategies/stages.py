@@ -498,7 +498,7 @@ class StageMap:
         cut: the stages on this rank.
         num_stages: of the model.
         held: stages whose dense values are on this rank.
-        placements: of all layers of a pipeline, each among the ranks of its stage; without one they are not read.
+        placements: of all layers, each among the ranks of its stage.
     """
 
     def __init__(self, module: nn.Module, worlds: Worlds, cut: StageCut | None = None) -> None:
@@ -506,15 +506,15 @@ class StageMap:
         self.num_stages = self.cut.num_stages
         self.held: Sequence[int] = self.cut.stages
         self.placements: list[Placement] = []
-        self._ranks: list[Sequence[int]] = []  # that hold each stage of a pipeline
+        self._ranks: Sequence[Sequence[int]] | None = None  # that hold each stage; None: all hold the one that there is
         self._names: list[str] = []  # in the whole state_dict
         self._stage_of: dict[str, int] = {}  # by name of a parameter or buffer
         self._shared: set[str] = set()  # buffers that every stage has
         if cut is None:
             return
-        size, axes = worlds.present.size, worlds.axes
-        everyone = range(size) if worlds.cannot_train(size) else None
-        self._ranks = [everyone or stage_ranks(s, size, axes) for s in range(cut.num_stages)]
+        everyone = range(worlds.present.size)
+        needs_others = worlds.cannot_train(len(everyone))
+        self._ranks = [everyone] * cut.num_stages if needs_others else self.ranks_in(everyone)
         with cut.whole():
             self._names = list(module.state_dict(keep_vars=True))
             self._stage_of = {
@@ -548,7 +548,7 @@ class StageMap:
     @property
     def ranks(self) -> Sequence[Sequence[int]]:
         """Global ranks that hold each stage."""
-        return self._ranks or [range(self.world.size)]
+        return [range(self.world.size)] if self._ranks is None else self._ranks
 
     @property
     def num_ranks(self) -> int:
@@ -556,14 +556,17 @@ class StageMap:
         return self.world.stage.size if self._worlds.is_joined else 1
 
     def assign(self, ranks: Sequence[Sequence[int]], placements: Sequence[Placement]) -> None:
-        """Set the ranks that hold each stage of a pipeline, and the placements of all layers.
+        """Set the ranks that hold each stage, and the placements of all layers; all ranks hold an only stage, whatever
+        `ranks` says of the next world.
 
         Args:
             placements: over all ranks.
         """
-        self._ranks = list(ranks)
-        pairs = zip(placements, self.layers_of(ranks), strict=True)
-        self.placements = [placement.among(its) for placement, its in pairs]
+        if self.num_stages > 1:
+            self._ranks = ranks
+            pairs = zip(placements, self.layers_of(ranks), strict=True)
+            placements = [placement.among(its) for placement, its in pairs]
+        self.placements = list(placements)
 
     def ranks_in(self, ranks: Sequence[int]) -> list[Sequence[int]]:
         """Return which of these ranks will hold each stage, once they are a world."""

@@ -611,11 +611,9 @@ class StateTransfer:
         everyones = plan_migration(held, placements, world.nodes)
         transfers = [replace(way, layer=at[way.layer]) for way in everyones if way.layer in at]
         experts.enter_world(world, [placements[number] for number in here], held[here], optimizers, transfers)
-        if stages.num_stages > 1:
-            self._hold(set(own))
-            stages.assign(ranks, placements)
-            placements = stages.placements
-        experts.dispatch_among(stages.own(stages.layers), stages.own(placements), among)
+        self._hold(set(own))
+        stages.assign(ranks, placements)
+        experts.dispatch_among(stages.own(stages.layers), stages.own(stages.placements), among)
 
     # ------------------------------------------------------------------ ranks that leave on notice
 

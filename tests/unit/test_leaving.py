@@ -8,13 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from moe_lightning.checkpoint.memory import DamagedSnapshots
+from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.elastic.worker import Preempted
+from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds, gradients, recovery
 from moe_lightning.strategies.committed_step import CommittedStep
@@ -85,6 +88,15 @@ def test_a_model_without_experts_is_handed_over() -> None:
     state.set_module(module, PlacedExperts(module, [], world), StageMap(module, worlds))  # type: ignore[arg-type]
     state.transfer.hand_over([0], world, ["a"], min_replicas=2)
     assert state.transfer.names() == ((), ())
+
+
+def test_placements_of_an_only_stage_are_those_of_the_last_change() -> None:
+    worlds, moved = Worlds(), [Placement(replicas=np.array([[1, 0], [1, 0]]))]
+    worlds.set_present(offline(0, 2))
+    stages = StageMap(MoELayer(8, 8, num_experts=2), worlds)
+    stages.set_placements([uniform_placement(2, 2)])
+    stages.assign([[0]], moved)  # rank 1 leaves
+    assert (stages.placements, stages.ranks) == (moved, [range(2)])
 
 
 LIVE: dict[str, Any] = {"level": "live", "live_ranks": (0,), "apply_prepared": (), "shards": ()}
