@@ -521,11 +521,7 @@ class DenseShards:
             numbers: in the whole world, of the ranks that the sharding counts.
         """
         self._sharding, self.numbers = sharding, numbers
-        self._reduce_groups()
-
-    def _reduce_groups(self) -> None:
-        for optimizer in self._state.optimizers if self._sharding.owners else ():
-            self._sharding.shard(optimizer)
+        self._state.set_groups(own=True)
 
     @contextmanager
     def whole_groups(self) -> Generator[None, None, None]:
@@ -536,22 +532,24 @@ class DenseShards:
             yield
             return
         self._has_whole_groups = True
-        self._state.fill_groups()
+        self._state.set_groups()
         try:
             yield
         finally:
             self._has_whole_groups = False
-            self._reduce_groups()
+            self._state.set_groups(own=True)
 
     @contextmanager
     def own_groups(self) -> Generator[None, None, None]:
-        """Let the optimizers' groups inside have what this rank updates alone."""
+        """Let the optimizers' groups inside of `whole_groups` have what this rank updates alone."""
+        if not self._has_whole_groups:
+            yield
+            return
+        self._state.set_groups(own=True)
         try:
-            self._reduce_groups()
             yield
         finally:
-            if self._has_whole_groups:
-                self._state.fill_groups()
+            self._state.set_groups()
 
     # ------------------------------------------------------------------ updates of a peer
 

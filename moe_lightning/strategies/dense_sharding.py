@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.sharding import longest_processing_time
 from moe_lightning.errors import ConfigurationError
@@ -29,13 +28,10 @@ class DenseSharding(Protocol):
 
     Attributes:
         owners: the rank that has the state of each parameter, the same on all ranks that hold the same values of it;
-            empty if all ranks have all.
+            empty if all ranks have all. Optimizers of the other ranks do not get the parameter.
     """
 
     owners: Mapping[nn.Parameter, int]
-
-    def shard(self, optimizer: Optimizer) -> None:
-        """Remove the parameters of other ranks from the optimizer's groups."""
 
     def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
         """Broadcast the values that a step gave to these parameters to every rank; collective."""
@@ -75,9 +71,6 @@ class ReplicatedDense:
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self.owners: Mapping[nn.Parameter, int] = {}
-
-    def shard(self, optimizer: Optimizer) -> None:
-        """Do nothing: nothing is shared."""
 
     def spread_updates(self, updated: Collection[nn.Parameter]) -> None:
         """Do nothing: nothing is shared."""
@@ -122,11 +115,6 @@ class DenseOptimizerShards:
             holders = self._twins if is_part else range(world.size)
             places = longest_processing_time([p.numel() for p in chosen], len(holders))
             self.owners |= {p: holders[place] for p, place in zip(chosen, places, strict=True)}
-
-    def shard(self, optimizer: Optimizer) -> None:
-        """Remove the parameters of other ranks from the optimizer's groups."""
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if self.owners.get(p, self._world.rank) == self._world.rank]
 
     @torch.no_grad()
     def spread_updates(self, updated: Collection[nn.Parameter]) -> None:

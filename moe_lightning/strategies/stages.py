@@ -630,18 +630,6 @@ class StageMap:
             return self.world.row_cut.holders
         return [tuple(ranks) for ranks in self.ranks]
 
-    def leave_absent(self, optimizers: Sequence[Optimizer]) -> None:
-        """Remove absent parameters from the optimizers, which were built with all parameters."""
-        if self.num_stages == 1:
-            return
-        here = set(self._module.parameters())
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter not in here:
-                        optimizer.state.pop(parameter, None)
-                group["params"] = [p for p in group["params"] if p in here]
-
     # ------------------------------------------------------------------ experts
 
     @property

@@ -148,7 +148,6 @@ class TrainState:
         for state in chain.from_iterable(o.state.values() for o in optimizers):  # Adagrad's constructor creates it
             state.update({name: local(v) if isinstance(v, Tensor) else v for name, v in state.items()})
         self._recorded = _groups_of(optimizers)
-        self.fill_groups()
         if self.parts.is_enabled and self._worlds.may_have_peers:
             self.require_one_optimizer_each(beside="mesh.tp", cure="dense=ddp or zero1 without mesh.tp")
         self.transfer.begin()
@@ -237,12 +236,23 @@ class TrainState:
                 return True
         return False
 
-    def fill_groups(self) -> None:
-        """Set the parameters of the optimizers' groups to those on this rank."""
-        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
+    def set_groups(self, *, own: bool = False) -> None:
+        """Set the parameters of the optimizers' groups to those on this rank; drop states of those in other stages.
+
+        Args:
+            own: leave out those that another rank updates for all.
+        """
+        everyones = self._groups
+        elsewhere = set(self.shards.unowned) if own else set[nn.Parameter]()
+        if self.stages.num_stages > 1:
+            absent = {p for groups in everyones for group in groups for p in group} - set(self.module.parameters())
+            elsewhere |= absent
+            for optimizer in self.optimizers:
+                for parameter in absent:
+                    optimizer.state.pop(parameter, None)
+        for optimizer, groups in zip(self.optimizers, everyones, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = list(parameters)
-        self.stages.leave_absent(self.optimizers)
+                group["params"] = [parameter for parameter in parameters if parameter not in elsewhere]
 
     def replace_parameters(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Replace parameters in the optimizers, with their states."""
@@ -497,7 +507,7 @@ class StateTransfer:
         for before, after in others.items():
             mark(after, cut_of(before))
         self._state.replace_parameters(others)
-        self._state.fill_groups()
+        self._state.set_groups()
         layers = stages.own(stages.layers)
         experts.hold(layers, [placements[layer] for layer in layers])
 
@@ -551,7 +561,6 @@ class StateTransfer:
         dense = {name: p for name, p in state.module.named_parameters() if p not in state.experts.stack_of}
         homes = {p: optimizer for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
         numbers_of = {optimizer: numbers_among(optimizer) for optimizer in state.optimizers}
-        state.fill_groups()
         shards.assign(sharding, numbers)
         for parameter in filter(homes.__contains__, dense.values()):  # a frozen one may be in no optimizer
             homes[parameter].state.pop(parameter, None)

@@ -24,9 +24,8 @@ def sharded_training(rank: int, world_size: int) -> tuple[list[dict[int, list[st
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
     names = {parameter: name for name, parameter in module.named_parameters()}
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     shards = DenseOptimizerShards(list(module.parameters()), world)
-    shards.shard(optimizer)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if shards.owners[p] == rank], lr=1e-2)
     peer = (rank + 1) % world_size
     replay = AdamWReplay(optimizer, [{names[p]: p for p, owner in shards.owners.items() if owner == peer}])
     corrections = []
@@ -79,10 +78,9 @@ def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
     module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
     whole = copy.deepcopy(module)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     shards = DenseOptimizerShards(list(module.parameters()), world)
-    shards.shard(optimizer)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if shards.owners[p] == rank], lr=1e-2)
     owners = {names[p]: owner for p, owner in shards.owners.items()}
     peer = (rank + 1) % world_size
     replay = AdamWReplay(optimizer, [{n: p for p, n in names.items() if owners[n] == peer}])

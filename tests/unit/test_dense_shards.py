@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape, Part, RowCut, TensorCut
 from moe_lightning.state.pieces import Block
 from moe_lightning.state.tensors import blocks_of, mark, part_of_whole
-from moe_lightning.strategies.dense_parameters import DenseShards, sum_scalars
-from moe_lightning.strategies.dense_sharding import cut_groups
+from moe_lightning.strategies.dense_parameters import sum_scalars
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, ReplicatedDense, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.train_state import TrainState
@@ -57,37 +57,68 @@ def test_each_section_is_cut_by_itself_and_then_by_rows() -> None:
     assert found == [[0, 1], [4, 6], [2, 3], [5, 7]]
 
 
+def in_world(module: Any, world: World, dense: str, mesh: MeshShape | None = None) -> tuple[TrainState, Worlds]:
+    """The state of a rank with a module without experts, and its worlds."""
+    worlds = Worlds(mesh)
+    worlds.set_present(world)
+    state = TrainState(worlds, dense=dense)
+    state.set_module(module, PlacedExperts(module, [], world), StageMap(module, worlds))
+    return state, worlds
+
+
 def test_who_updates_a_parameter_does_not_depend_on_what_is_frozen() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
     module[0].requires_grad_(False)
-    world = World.offline(0, 2, torch.device("cpu"))
-    state: Any = SimpleNamespace(
-        module=module,
-        experts=SimpleNamespace(stack_of={}),
-        optimizers=[torch.optim.AdamW(module.parameters())],
-        parameters_of=lambda _: list(module.parameters()),
-        stages=SimpleNamespace(num_stages=1, sharers=lambda world: (world, range(world.size))),
-    )
-    parts: Any = SimpleNamespace(is_enabled=False)
-    shards = DenseShards(state, parts, SimpleNamespace(present=world, spares=0), "zero1")  # type: ignore[arg-type]
-    shards.begin()
-    before = dict(shards.ranks)
+    state, _ = in_world(module, World.offline(0, 2, torch.device("cpu")), "zero1")
+    state.set_optimizers([torch.optim.AdamW(module.parameters())])
+    before = dict(state.shards.ranks)
     module.requires_grad_(True)
-    shards.begin()
-    assert dict(shards.ranks) == before
+    state.shards.begin()
+    assert dict(state.shards.ranks) == before
     assert before.keys() == {*module.parameters()}
+
+
+class InTurn(ReplicatedDense):
+    """Assigns parameters to ranks in turn, and nothing else."""
+
+    has_owners = True
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
+        self.owners = {parameter: number % world.size for number, parameter in enumerate(parameters)}
+
+
+def test_the_groups_of_a_rank_follow_from_the_owners_of_a_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DENSE_SHARDINGS._members, "in turn", InTurn)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state, _ = in_world(module, World.offline(1, 2, torch.device("cpu")), "in turn")
+    weight, bias, *others = module.parameters()
+    free = nn.Parameter(torch.ones(1))  # of no module: every rank updates it
+    optimizer = torch.optim.SGD([{"params": [weight, bias, free]}, {"params": others}])
+    first, second = optimizer.param_groups
+    own, whole = ([bias, free], others[1:]), ([weight, bias, free], others)
+
+    def groups() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return first["params"], second["params"]
+
+    state.set_optimizers([optimizer])
+    assert groups() == own
+    with state.shards.whole_groups():
+        assert groups() == whole
+        with state.shards.own_groups():
+            assert groups() == own
+        assert groups() == whole
+    assert groups() == own
 
 
 def test_a_module_is_cut_for_the_former_world_until_it_is_cut_for_the_next_one() -> None:
     """Parts in inventories, and what is sent of them, are those that are here."""
-    worlds, module = Worlds(MeshShape(tp=2)), nn.Linear(4, 4, bias=False)
-    worlds.set_present(World(rank=1, size=2, device=torch.device("cpu"), shape=MeshShape(tp=2), shards=((0, 1),)))
-    state = TrainState(worlds, dense="ddp")
-    state.set_module(module, PlacedExperts(module, [], worlds.present), StageMap(module, worlds))  # type: ignore[arg-type]
+    module, mesh = nn.Linear(4, 4, bias=False), MeshShape(tp=2)
+    former = World(rank=1, size=2, device=torch.device("cpu"), shape=mesh, shards=((0, 1),))
+    state, worlds = in_world(module, former, "ddp", mesh)
     mark(module.weight, TensorCut(shape=(8, 4), sections=(8,)))
-    state.parts.begin_run(worlds.present)
+    state.parts.begin_run(former)
     halves = [f"stage 0, dense rows 0 of 1 in part {tensor} of 2" for tensor in range(2)]
-    for world in (worlds.present, World.single()):
+    for world in (former, World.single()):
         worlds.set_present(world)
         assert state.transfer.names() == (tuple(halves), (halves[1],))
         ((_, block),) = state.parts.held()
