@@ -35,7 +35,7 @@ from moe_lightning.checkpoint.files import SUFFIX, weights_alone
 from moe_lightning.checkpoint.storage import place_of
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.config import NonNegativeInt, PositiveInt, Seconds, validated
-from moe_lightning.data.loader import factors_of, follow_schedule, outline_of
+from moe_lightning.data.loader import follow_schedule, outline_of
 from moe_lightning.dispatch.dispatcher import PlanPlace, QuotaPolicy
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.quota import ShadowPlan
@@ -78,7 +78,6 @@ from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.failures import TrainerFailures
 from moe_lightning.strategies.fsdp import require_no_hooks
 from moe_lightning.strategies.gathered_experts import Stacks, attach_experts, gather_experts, gather_limit
-from moe_lightning.strategies.gradients import DenseGradientSum
 from moe_lightning.strategies.launchers import (
     PrivateLauncher,
     WorkerLauncher,
@@ -87,7 +86,7 @@ from moe_lightning.strategies.launchers import (
     meeting_of,
 )
 from moe_lightning.strategies.options import RunOptions, check_stock_options
-from moe_lightning.strategies.pipeline import Context, Pipeline
+from moe_lightning.strategies.pipeline import Pipeline
 from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts, PlacementOptions
 from moe_lightning.strategies.precision import convert_by_rule
 from moe_lightning.strategies.stages import StageMap, undo_cut
@@ -100,7 +99,7 @@ from moe_lightning.strategies.step_data import (
     require_same_data,
 )
 from moe_lightning.strategies.step_update import StepUpdate
-from moe_lightning.strategies.steps import Steps
+from moe_lightning.strategies.steps import Steps, WholeModel
 from moe_lightning.strategies.train_state import FIXED_GROUPS, TrainState
 from moe_lightning.strategies.watch import StopOnNan, UpdateSkipped
 from moe_lightning.strategies.worlds import ExpertParallelCallback, FixedWorld, Worlds, call_hook
@@ -239,13 +238,14 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state = TrainState(self.worlds, dense=options.dense, on_host=options.offload_optimizer)
         self.update = StepUpdate(self.worlds, self.state, options)
         self.steps = Steps(self.worlds, self.state, self.update.screened)
-        self._dense_sum = DenseGradientSum(options.ddp, self.update.check_own_norm)
+        self._passes: WholeModel | Pipeline = WholeModel(
+            self.worlds, self.state, self.steps, options.ddp, self.update.check_own_norm
+        )
         self._hangs = HangWatch(options.hang_report_s)
         self.checkpoints = Checkpoints(self.worlds, self.state)
         self.failures = TrainerFailures(self.worlds)
         self._own_launcher: PrivateLauncher | WorkerLauncher | None = None
         self._gathered: Stacks | None = None
-        self._pipeline: Pipeline | None = None
         self._is_placed = False
 
     @override
@@ -389,7 +389,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self._hangs.end()
         self.state.averaging.withdraw()
         call_hook(self.state.module, ExpertParallelCallback.on_before_experts_move)
-        self.model = self._dense_sum.unwrapped(self.state.module)
+        self.model = self._passes.unwrapped(self.state.module)
         self.state.parts.leave_world()
         self.steps.leave_world()
         self._forget_step()
@@ -398,8 +398,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """Forget an aborted step, of this training or of one that an exception has ended."""
         self.steps.forget_step()
         self.experts.forget_step()
-        if self._pipeline is not None:
-            self._pipeline.forget_step()
+        self._passes.forget_step()
         self.update.forget_step()
 
     def enter_world(self, world: World) -> None:
@@ -525,8 +524,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.precision_plugin.convert_module(module)
             self.model_to_device()
             self.setup_precision_plugin()
-        if self._pipeline is not None:
-            self._pipeline.synchronize(self.experts.stack_of)
+        self._passes.synchronize()
         self.update.begin(self.precision_plugin)
         if self.elastic.is_newcomer:
             # There are no peers to evaluate with yet.
@@ -545,8 +543,7 @@ class ExpertParallelStrategy(DDPStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         self._is_placed = False
-        if self._pipeline is not None:
-            self._pipeline.begin_run()
+        self._passes.begin_run()
 
     def promise_replicas(self, nodes: int) -> None:
         """Let so many nodes hold each expert, see `PlacementOptions.promising`; before experts are placed.
@@ -576,11 +573,14 @@ class ExpertParallelStrategy(DDPStrategy):
         self.steps.sequences.attach(module, self.world, self.worlds.axes.cp)
         keeps_weights = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is None
         if not self.state.has_placed(module):
-            keeps_weights = False
+            keeps_weights, cut = False, None
             if self.worlds.axes.pp > 1:
                 check_for_pipeline(module, stage_size=self.world.stage.size)
-                self._pipeline = Pipeline(module, self.options.schedule, self.steps, self.worlds, self.update.scaled)
-            stages = StageMap(module, self.worlds, None if self._pipeline is None else self._pipeline.cut)
+                self._passes = Pipeline(
+                    module, self.options.schedule, self.steps, self.worlds, self.state, self.update.scaled
+                )
+                cut = self._passes.cut
+            stages = StageMap(module, self.worlds, cut)
             stages.cut.apply(self.root_device)  # before experts without values meet
             self.state.set_module(module, self.placing.place(module, self.world.stage, stages), stages)
         self._gathered = self._gathered if keeps_weights else None
@@ -605,24 +605,20 @@ class ExpertParallelStrategy(DDPStrategy):
         Raises:
             ConfigurationError: DDP cannot follow the options.
         """
-        self._ignore_in_ddp()  # a newcomer has its parts by now
+        ignored = self._ignore_in_ddp()  # a newcomer has its parts by now
         self.steps.draw_noise()
         if "shard" in self.world.groups:
             self.state.parts.begin(self.world.stage)
-        elif self._pipeline is None:
-            assert self.model is not None
-            num_micros = max(factors_of(self.state.trainer))
-            if self.options.ddp.get("static_graph") and num_micros > 1 and self.world.size > 1:
-                raise ConfigurationError(
-                    f"static_graph=True fails in torch where gradients of {num_micros} batches are accumulated: drop "
-                    "it, or use accumulate_grad_batches=1"
-                )
-            self.model = self._dense_sum.wrapped(self.model, self.world, self.determine_ddp_device_ids())
+            return
+        assert self.model is not None
+        self.model = self._passes.wrapped(self.model, ignored, self.determine_ddp_device_ids())
 
-    def _ignore_in_ddp(self) -> None:
+    def _ignore_in_ddp(self) -> list[str]:
+        """Exclude from DDP what ranks do not share, or have alike; returns its names."""
         module = self.state.module
         names = [*self.experts.keys(module), *identical_buffers(module), *cuts_of(module)]
-        self._dense_sum.ignore(module, names)
+        private_torch.ignore_in_ddp(module, names)
+        return names
 
     @override
     def on_train_start(self) -> None:
@@ -647,7 +643,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if not self.worlds.is_elastic and self.world.size > 1:
             room = gather_limit(self.num_processes)
             self.state.transfer.gather(self.world.stage, room)
-            if self._pipeline is None:  # whose ranks keep their stages only
+            if self.worlds.axes.pp == 1:  # ranks of a pipeline keep their stages only
                 self._gathered = gather_experts(self.experts, room)
             private_lightning.act_on_signals(self.state.trainer, partial(any_says, world=self.world), ends=True)
 
@@ -664,8 +660,7 @@ class ExpertParallelStrategy(DDPStrategy):
             self.experts.release_graphs()
             self.state.parts.abort_step(self.world)
         self.update.end(self.precision_plugin)
-        if self._pipeline is not None:
-            self._pipeline.end_run()
+        self._passes.end_run()
         if module is None or not any(p.is_meta for p in module.parameters()):
             super().teardown()  # else placing the experts failed, and the user shall see that error
 
@@ -797,7 +792,7 @@ class ExpertParallelStrategy(DDPStrategy):
         assert module is not None
         if not self.state.holds(module):  # connected only
             return whole_state_dict(module)
-        with nullcontext() if self._pipeline is None else self._pipeline.opened():
+        with self._passes.opened():
             if self.is_left_alone:
                 return super().lightning_module_state_dict()
             return self.checkpoints.model_state(self._compared_state)
@@ -901,10 +896,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self.update.before_step()
         by_hand = not self.state.module.automatic_optimization
         with self.steps.training(args), self.state.shards.whole_groups() if by_hand else nullcontext():
-            if self._pipeline is not None:
-                output = self._pipeline.train(self.precision_plugin.train_step_context, args)
-            else:
-                output = super().training_step(*args, **kwargs)
+            context = self.precision_plugin.train_step_context
+            output = self._passes.train(super().training_step, context, *args, **kwargs)
         if self.worlds.present.size > 1:
             require_loss(output, self.state.trainer)
         if (step := self.elastic.step) is not None and not by_hand:
@@ -913,14 +906,14 @@ class ExpertParallelStrategy(DDPStrategy):
 
     def _sum_unfrozen(self) -> None:
         """Let DDP sum the gradients of parameters that were unfrozen; collective then."""
-        if self._dense_sum.lacks_unfrozen:
+        if self._passes.lacks_unfrozen:
             self.model = self.lightning_module
             self.configure_ddp()
 
     @property
     def last_stage_loss(self) -> Tensor | None:
         """Weighted loss of the last batch in the last stage of a pipeline; None on ranks without it."""
-        return None if self._pipeline is None else self._pipeline.last_loss
+        return self._passes.last_loss
 
     @property
     def slowest_rank(self) -> SlowRank | None:
@@ -939,15 +932,12 @@ class ExpertParallelStrategy(DDPStrategy):
         self._hangs.begin_phase("backward", self.state.trainer.global_step)
         if not self.steps.is_dummy_batch:
             self.update.check_loss(closure_loss, self.steps.batch)
-        weighted = closure_loss if self._pipeline is not None else self.steps.weighted(closure_loss)
+        weighted = self._passes.weighted(closure_loss)
         self.update.gradients.begin_sum()
         with self.steps.summing():
             self.pre_backward(closure_loss)
             loss = precision.pre_backward(weighted, module)
-            if self._pipeline is not None:
-                self._pipeline.backward(self.experts.stack_of, is_last=not self.steps.is_blocked)
-            else:
-                precision.backward(loss, module, optimizer, *args, **kwargs)
+            self._passes.backward(partial(precision.backward, loss, module, optimizer, *args, **kwargs))
         precision.post_backward(loss, module)
         self.post_backward(closure_loss)
         has_next = self.steps.is_blocked  # micro-batch of the step
@@ -997,25 +987,18 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._evaluation(super().validation_step, self.precision_plugin.val_step_context)
+        step = partial(self._passes.evaluate, super().validation_step, self.precision_plugin.val_step_context)
         return self.steps.evaluate(step, self.state.trainer.val_dataloaders, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._evaluation(super().test_step, self.precision_plugin.test_step_context)
+        step = partial(self._passes.evaluate, super().test_step, self.precision_plugin.test_step_context)
         return self.steps.evaluate(step, self.state.trainer.test_dataloaders, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._evaluation(super().predict_step, self.precision_plugin.predict_step_context)
+        step = partial(self._passes.evaluate, super().predict_step, self.precision_plugin.predict_step_context)
         return self.steps.predict(step, self.state.trainer.predict_dataloaders, *args, **kwargs)
-
-    def _evaluation(self, stock: Callable[..., Any], context: Context) -> Callable[..., Any]:
-        """Return the function that evaluates a batch: Lightning's, or the pipeline's."""
-        pipeline = self._pipeline
-        if pipeline is None or pipeline.cut.is_whole:  # too few ranks to train: every one holds all stages
-            return stock
-        return partial(pipeline.evaluate, getattr(self.state.module, stock.__name__), context)
 
     # ------------------------------------------------------------------ registration
 

@@ -1,4 +1,4 @@
-"""Gradients of the whole model: sums of dense ones by DDP, the norm over all ranks, clipping, and their comparison.
+"""Gradients of the whole model: the norm over all ranks, clipping, and their comparison.
 
 Dense parameters count once, each expert once, and every shard of a parameter once, so that the norm is that of one
 rank.
@@ -6,8 +6,8 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -24,8 +23,7 @@ from moe_lightning.compat import private_torch
 from moe_lightning.dispatch.replicas import ExpertStack
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
-from moe_lightning.parallel.context import World, all_reduce_, broadcast_
-from moe_lightning.parallel.gradient_hook import DenseSum, sum_over_ranks
+from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import TensorCut
 from moe_lightning.state.tensors import cut_of, is_cut, local
 from moe_lightning.strategies.dummy_batches import LIBRARIES
@@ -342,75 +340,3 @@ def _norms_of_experts(
     for slot, expert in slots:
         norms_E[expert] = norms_S[slot]
     return norms_E
-
-
-class DenseGradientSum:
-    """Sum of dense gradients over the ranks of a world, by DDP.
-
-    Args:
-        options: of DistributedDataParallel.
-        check: called with gradients of this rank before they are summed.
-    """
-
-    def __init__(self, options: Mapping[str, Any], check: Callable[[Tensor], None]) -> None:
-        self._options, self._check = options, check
-        self._ignored: Collection[str] = ()
-        self._frozen: Sequence[nn.Parameter] = ()
-        self._forward: Mapping[str, Any] | None = None  # the attribute of the module in DDP, if it has its own
-
-    def ignore(self, module: nn.Module, names: Collection[str]) -> None:
-        """Exclude parameters and buffers of the module from DDP's broadcasts and sums."""
-        self._ignored = names
-        private_torch.ignore_in_ddp(module, names)
-
-    def wrapped(self, model: nn.Module, world: World, devices: list[int] | None) -> nn.Module:
-        """Return the model in DDP, or as it is where nothing is summed; collective.
-
-        Args:
-            devices: as DDP's `device_ids`.
-        """
-        if not world.is_connected:
-            return model
-        summed = {name: p for name, p in model.named_parameters() if name not in self._ignored}
-        self._frozen = [parameter for parameter in summed.values() if not parameter.requires_grad]
-        if len(self._frozen) == len(summed):
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if name not in self._ignored:
-                    broadcast_(tensor.data, 0, world)
-            return model  # DDP refuses a model of which it would sum nothing
-        # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
-        with nullcontext() if devices is None else _side_stream(world.device):
-            ddp = DistributedDataParallel(model, devices, process_group=world.dense, **self._options)
-        self._forward = {name: value for name, value in model.__dict__.items() if name == "forward"}
-        assert world.dense is not None
-        ddp.register_comm_hook(DenseSum(world.dense, self._check), sum_over_ranks)
-        return ddp
-
-    def unwrapped(self, module: nn.Module) -> nn.Module:
-        """Return the module without DDP, whose reducer holds a group, and without the attribute `forward` that
-        Lightning leaves there when DDP fails.
-        """
-        if self._forward is not None:
-            module.__dict__.pop("forward", None)
-            module.__dict__.update(self._forward)
-        self._forward = None
-        return module
-
-    @property
-    def lacks_unfrozen(self) -> bool:
-        """True if parameters were frozen when DDP was built and train now, such as a backbone that is tuned from some
-        epoch on.
-        """
-        return any(parameter.requires_grad for parameter in self._frozen)
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """Queue work inside on another stream, after the work queued so far and before the following: DDP sends parameters
-    that were just written, and fills those that are read next.
-    """
-    present, side = torch.accelerator.current_stream(device), torch.Stream(device=device)
-    side.wait_stream(present)
-    with side:
-        yield
-    present.wait_stream(side)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -36,7 +36,8 @@ from moe_lightning.strategies.dense_parameters import sum_gradients
 from moe_lightning.strategies.dummy_batches import without_traces, without_updates
 from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
 from moe_lightning.strategies.stages import Left, StageCut
-from moe_lightning.strategies.steps import Steps, add_gradients
+from moe_lightning.strategies.steps import Context, Steps, add_gradients
+from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
 if TYPE_CHECKING:
@@ -214,8 +215,6 @@ def _plain(option: str, value: Any) -> Any:
 _MOST_SHAPES = 8
 """Schedules that are cached for batches of different shapes."""
 
-Context = Callable[[], AbstractContextManager[Any]]
-
 
 @dataclass
 class _Run:
@@ -247,13 +246,14 @@ class _Run:
 
 
 class Pipeline:
-    """Steps of a module through the stages of a pipeline.
+    """Forward and backward passes of a module through the stages of a pipeline, see `WholeModel` for one without.
 
     Args:
         module: the user's.
         schedule: the order of micro-batches.
         steps: weights and gradients of the steps.
         worlds: the present world, with the stages of its ranks.
+        state: the state of this rank, with its experts.
         scaled: returns a loss as it is differentiated: multiplied by the scale of float16, if any.
 
     Attributes:
@@ -267,12 +267,13 @@ class Pipeline:
         schedule: ScheduleName,
         steps: Steps,
         worlds: Worlds,
+        state: TrainState,
         scaled: Callable[[Tensor], Tensor],
     ) -> None:
         world, num_stages = worlds.present, STAGES_PER_RANK[schedule] * worlds.axes.pp
         self.cut = StageCut(module, range(world.pipe.rank, num_stages, world.shape.pp), num_stages)
         self._module, self._schedule, self._steps, self._worlds = module, schedule, steps, worlds
-        self._scaled = scaled
+        self._state, self._scaled = state, scaled
         self._pipes: OrderedDict[Any, tuple[Pipe, int]] = OrderedDict()
         self._run: _Run | None = None
         self._wire = 0  # elements that are sent for a micro-batch of the running batch
@@ -322,7 +323,20 @@ class Pipeline:
 
     # ------------------------------------------------------------------ steps
 
-    def train(self, context: Context, arguments: Sequence[Any]) -> Any:
+    def wrapped(self, model: nn.Module, _ignored: Collection[str], _devices: list[int] | None) -> nn.Module:
+        """Return the model as it is: `backward` sums its gradients."""
+        return model
+
+    def unwrapped(self, module: nn.Module) -> nn.Module:
+        """Return the module, which is not in DDP."""
+        return module
+
+    @property
+    def lacks_unfrozen(self) -> bool:
+        """False: `backward` sums the gradients of all parameters that train by then."""
+        return False
+
+    def train(self, _stock: Callable[..., Any], context: Context, *arguments: Any, **_named: Any) -> Any:
         """Run forward and backward of a batch; gradients wait for `backward`, because Lightning clears them before it.
 
         Returns:
@@ -338,20 +352,24 @@ class Pipeline:
             parameter.grad = gradient
         return outcome
 
-    def evaluate(self, step: Callable[..., Any], context: Context, *arguments: Any) -> Any:
+    def evaluate(self, stock: Callable[..., Any], context: Context, *arguments: Any, **named: Any) -> Any:
         """Run forward of a batch, and return the joined results of its micro-batches."""
-        return self._through(step, context, arguments, backward=False)
+        if self.cut.is_whole:  # too few ranks to train: every one holds all stages
+            return stock(*arguments, **named)
+        return self._through(getattr(self._module, stock.__name__), context, arguments, backward=False)
 
-    def backward(self, experts: Collection[nn.Parameter], *, is_last: bool) -> None:
-        """Add the gradients of the batch to those before it.
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the loss: `train` has weighted those of the micro-batches."""
+        return loss
 
-        Args:
-            experts: parameters whose gradients are summed over ranks elsewhere.
-            is_last: of the optimizer step: dense gradients are then summed over the ranks of the stage. Collective.
+    def backward(self, _stock: Callable[[], object]) -> None:
+        """Add the gradients of the batch to those before it. Where it is the last one of the optimizer step, sum dense
+        ones over the ranks of the stage; collective then.
         """
         add_gradients(self._gradients)
         self._gradients = {}
-        if is_last and self._world.stage.size > 1 and not is_sharded(self._module):
+        if not self._steps.is_blocked and self._world.stage.size > 1 and not is_sharded(self._module):
+            experts = self._state.experts.stack_of
             dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]
             sum_gradients(dense, partial(all_reduce_, world=self._world.stage), self._world.device)
 
@@ -361,8 +379,9 @@ class Pipeline:
         self._pipes.clear()
 
     @torch.no_grad()
-    def synchronize(self, experts: Collection[nn.Parameter]) -> None:
+    def synchronize(self) -> None:
         """Broadcast the dense values of the first rank of the stage, in their precision by now; collective."""
+        experts = self._state.experts.stack_of
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
             if tensor not in experts and not is_cut(tensor):
                 broadcast_(tensor.detach(), 0, self._world.stage)

@@ -2,13 +2,14 @@
 
 Batches are cut over the ranks, and gradients are those of the mean over all samples. A loss is weighted by the rank's
 share of the samples of a step, or by the weight that the module gives to `global_mean`. A rank without a sample
-computes a dummy batch. Under mesh.cp the sequences of every batch are cut over the ranks that share its samples.
+computes a dummy batch. Under mesh.cp the sequences of every batch are cut over the ranks that share its samples. DDP
+sums the gradients of dense parameters where each rank has the whole module.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,13 +17,16 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_lightning.compat import private_torch
+from moe_lightning.data.loader import factors_of
 from moe_lightning.data.sampler import StepSlice
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.losses import IGNORED_TARGET
 from moe_lightning.moe.randomness import SampleStream
-from moe_lightning.parallel.context import World, all_reduce_
+from moe_lightning.parallel.context import World, all_reduce_, broadcast_
+from moe_lightning.parallel.gradient_hook import DenseSum, sum_over_ranks
 from moe_lightning.parallel.sequence import SequenceParts
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.dummy_batches import nothing_of, without_traces
@@ -31,6 +35,9 @@ from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 
 logger = logging.getLogger(__name__)
+
+Context = Callable[[], AbstractContextManager[Any]]
+"""Returns the context of the precision around a forward pass."""
 
 _WATCHED_STEPS = 100
 """Batches that are searched for ignored targets, before the module is taken to have none."""
@@ -419,3 +426,132 @@ def add_gradients(taken: Mapping[nn.Parameter, Tensor]) -> None:
     """Add gradients to those that parameters have by now."""
     for parameter, gradient in taken.items():
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class WholeModel:
+    """Forward and backward passes of a module that every rank has whole: `Pipeline` without stages. DDP sums the
+    gradients of its dense parameters.
+
+    Args:
+        worlds: the present world, whose ranks share the gradients.
+        state: the state of this rank.
+        steps: weights of the losses.
+        options: of DistributedDataParallel.
+        check: called with gradients of this rank before they are summed.
+
+    Attributes:
+        last_loss: None, as on ranks without the last stage of a pipeline.
+        opened: returns a context without effect: every rank has the whole state_dict.
+    """
+
+    last_loss: Tensor | None = None
+    opened = nullcontext
+
+    def __init__(
+        self,
+        worlds: Worlds,
+        state: TrainState,
+        steps: Steps,
+        options: Mapping[str, Any],
+        check: Callable[[Tensor], None],
+    ) -> None:
+        self._worlds, self._state, self._steps = worlds, state, steps
+        self._options, self._check = options, check
+        self._frozen: Sequence[nn.Parameter] = ()
+        self._forward: Mapping[str, Any] | None = None  # the attribute of the module in DDP, if it has its own
+
+    def begin_run(self) -> None:
+        """Do nothing: every rank has the whole state_dict."""
+
+    def end_run(self) -> None:
+        """Do nothing: every rank has the whole state_dict."""
+
+    def forget_step(self) -> None:
+        """Do nothing: gradients are in the parameters."""
+
+    def synchronize(self) -> None:
+        """Do nothing: DDP, or Lightning where nothing is trained, has broadcast the values."""
+
+    # ------------------------------------------------------------------ sums by DDP
+
+    def wrapped(self, model: nn.Module, ignored: Collection[str], devices: list[int] | None) -> nn.Module:
+        """Return the model in DDP, or as it is where nothing is summed; collective.
+
+        Args:
+            ignored: names of parameters and buffers that DDP neither broadcasts nor sums.
+            devices: as DDP's `device_ids`.
+
+        Raises:
+            ConfigurationError: DDP cannot follow the options.
+        """
+        world = self._worlds.present
+        if self._options.get("static_graph") and world.size > 1:
+            num_micros = max(factors_of(self._state.trainer))
+            if num_micros > 1:
+                raise ConfigurationError(
+                    f"static_graph=True fails in torch where gradients of {num_micros} batches are accumulated: drop "
+                    "it, or use accumulate_grad_batches=1"
+                )
+        if not world.is_connected:
+            return model
+        summed = {name: p for name, p in model.named_parameters() if name not in ignored}
+        self._frozen = [parameter for parameter in summed.values() if not parameter.requires_grad]
+        if len(self._frozen) == len(summed):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name not in ignored:
+                    broadcast_(tensor.data, 0, world)
+            return model  # DDP refuses a model of which it would sum nothing
+        # On a stream of its own as in stock Lightning: https://pytorch.org/docs/stable/notes/cuda.html#id5
+        with nullcontext() if devices is None else _side_stream(world.device):
+            ddp = DistributedDataParallel(model, devices, process_group=world.dense, **self._options)
+        self._forward = {name: value for name, value in model.__dict__.items() if name == "forward"}
+        assert world.dense is not None
+        ddp.register_comm_hook(DenseSum(world.dense, self._check), sum_over_ranks)
+        return ddp
+
+    def unwrapped(self, module: nn.Module) -> nn.Module:
+        """Return the module without DDP, whose reducer holds a group, and without the attribute `forward` that
+        Lightning leaves there when DDP fails.
+        """
+        if self._forward is not None:
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(self._forward)
+        self._forward = None
+        return module
+
+    @property
+    def lacks_unfrozen(self) -> bool:
+        """True if parameters were frozen when DDP was built and train now, such as a backbone that is tuned from some
+        epoch on.
+        """
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    # ------------------------------------------------------------------ passes
+
+    def train(self, stock: Callable[..., Any], _context: Context, *arguments: Any, **named: Any) -> Any:
+        """Run Lightning's training step, which goes through DDP."""
+        return stock(*arguments, **named)
+
+    def evaluate(self, stock: Callable[..., Any], _context: Context, *arguments: Any, **named: Any) -> Any:
+        """Run Lightning's step of an evaluation."""
+        return stock(*arguments, **named)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return a loss as it counts in its step, see `Steps.weighted`."""
+        return self._steps.weighted(loss)
+
+    def backward(self, stock: Callable[[], object]) -> None:
+        """Run Lightning's backward pass, in which DDP sums the gradients."""
+        stock()
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Queue work inside on another stream, after the work queued so far and before the following: DDP sends parameters
+    that were just written, and fills those that are read next.
+    """
+    present, side = torch.accelerator.current_stream(device), torch.Stream(device=device)
+    side.wait_stream(present)
+    with side:
+        yield
+    present.wait_stream(side)

@@ -19,7 +19,7 @@ from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.elastic.worker import Preempted
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
-from moe_lightning.strategies import elastic_worlds, gradients, recovery
+from moe_lightning.strategies import elastic_worlds, recovery, steps
 from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stages import StageMap
@@ -178,13 +178,13 @@ def test_a_module_has_its_forward_again_after_a_failure_in_ddp(
     monkeypatch: pytest.MonkeyPatch, own: dict[str, Any]
 ) -> None:
     """Lightning sets another one for the call of DDP, which calls it back."""
-    monkeypatch.setattr(gradients, "DistributedDataParallel", MagicMock())
-    module, dense_sum = nn.Linear(1, 1), gradients.DenseGradientSum({}, None)
+    monkeypatch.setattr(steps, "DistributedDataParallel", MagicMock())
+    module, passes = nn.Linear(1, 1), steps.WholeModel(MagicMock(), MagicMock(), MagicMock(), {}, MagicMock())
     module.__dict__.update(own)
     for _ in range(2):
-        dense_sum.wrapped(module, MagicMock(), None)
+        passes.wrapped(module, (), None)
         module.forward = print  # type: ignore[method-assign,assignment]
-        assert dense_sum.unwrapped(module) is module
+        assert passes.unwrapped(module) is module
         assert {name: value for name, value in module.__dict__.items() if name == "forward"} == own
     module.__dict__.update(forward=max)
-    assert dense_sum.unwrapped(module).forward is max, "DDP was not in this world"
+    assert passes.unwrapped(module).forward is max, "DDP was not in this world"
