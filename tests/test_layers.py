@@ -137,10 +137,10 @@ def is_under(name: str, *packages: str) -> bool:
 
 def test_the_state_knows_what_reading_and_writing_weights_takes() -> None:
     """Whoever calls one of these alone forgets what another sharding, or another router, needs."""
-    known = (".parts.reshard", ".router.find_twins", ".state.find_twins")
+    known = ("parts.reshard", ".router.find_twins", ".state.find_twins")
     found = [
         f"{path}:{line}: call TrainState.before_reading or after_writing instead of {name}"
-        for path, _ in source_files(rooms={"strategies", "callbacks"})
+        for path, _ in source_files(rooms={"strategies", "callbacks", "doctor"})
         for line, name in names_used(path)
         if f".{name}".endswith(known) and path.name != "train_state.py"
     ]

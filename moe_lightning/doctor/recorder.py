@@ -493,6 +493,7 @@ def blocks(trainer: pl.Trainer, module: pl.LightningModule, *, frozen: bool = Fa
     """The trained parameters on this rank, or all, in the module's order, experts each by itself."""
     state: State | None = None
     if hasattr(trainer.strategy, "worlds"):
+        trainer.strategy.state.before_reading()  # type: ignore[attr-defined]
         state = trainer.strategy.state.training_state()  # type: ignore[attr-defined]
     stack_of: Mapping[nn.Parameter, ExpertStack] = {} if state is None else state.stack_of
     for name, parameter in module.named_parameters():

@@ -124,6 +124,24 @@ def test_a_plain_module_under_stock_ddp() -> None:
     assert "the batch (input 0) is the same on ranks 0 and 1" in alike
 
 
+class Predicts(pl.Callback):
+    """A user's callback that calls the module between steps."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        pl_module(batch[0])
+
+
+def beside_a_callback(rank: int, world_size: int) -> None:
+    doctor = ParityDoctor()
+    train(rank, world_size, strategy={"dense": "fsdp"}, steps=6, callbacks=[Predicts(), doctor])
+    assert doctor.comparison is not None
+
+
+def test_a_callback_may_have_gathered_rows() -> None:
+    run_ranks(2, beside_a_callback)
+
+
 def test_a_failure_is_a_sentence() -> None:
     assert sentence_of(ParityError("parity fails at step 1")) == "parity fails at step 1"
 
