@@ -142,7 +142,8 @@ def _tried(
     except Exception as error:  # of a class that we do not know, on parameters that are not its own
         _warn_once(
             f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so ranks may "
-            "make other updates than one process would: compare the first steps with ParityDoctor"
+            "make other updates than one process would: compare the first steps with ParityDoctor in a run without "
+            "elastic; check_state_every compares replicas of experts"
         )
         return []
 

@@ -111,7 +111,7 @@ def call_hook(module: pl.LightningModule, hook: Callable[..., None], *arguments:
 class Worlds:
     """The present world, for this library and for Lightning, and the layout of the next one.
 
-    Ask `present.is_connected` before a collective, never `size > 1`, which is true of a newcomer too;
+    Ask `present.is_connected` before a collective, not `size > 1` alone, which is true of a newcomer too;
     `strategy.reachable` is the world for it where Lightning may call before set-up or after a failure. Ask
     `may_have_peers` before refusing what several ranks cannot do, and `is_elastic` where ranks come and go:
 

@@ -32,7 +32,7 @@ from moe_lightning.parallel.context import World
 from moe_lightning.state.sums import Damage, Sums, differing, state_units
 from moe_lightning.state.table import State
 from moe_lightning.state.tensors import local
-from moe_lightning.strategies import state_check
+from moe_lightning.strategies import optimizer_checks, state_check
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseOptimizerShards
 from moe_lightning.strategies.optimizer_checks import require_updates_by_expert, require_updates_by_parameter
@@ -245,6 +245,7 @@ def test_fused_updates_are_refused_where_rows_end_within_a_vector(width: int, is
 def test_an_optimizer_that_cannot_be_tried_is_told_once() -> None:
     parameters = stacks()
     optimizers = [Unknown(parameters, float)]
+    optimizer_checks._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=r"Unknown cannot be tried on a small parameter \(TypeError\)"):
         require_updates_by_expert(optimizers, parameters)
     with warnings.catch_warnings():
