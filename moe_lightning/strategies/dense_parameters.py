@@ -57,7 +57,7 @@ from moe_lightning.state.tensors import (
 )
 from moe_lightning.state.transfer import Unit, Units, install, reshard, without_memory
 from moe_lightning.strategies.checks import identical_buffers
-from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseSharding, ReplicatedDense
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseSharding, ReplicatedDense, has_owners
 from moe_lightning.strategies.fsdp import (
     is_sharded,
     materialise,
@@ -505,13 +505,22 @@ class DenseShards:
             self._sharding.spread_updates(self._state.parameters_of(optimizer))
 
     def build(self, ranks: World) -> DenseSharding:
-        """Build the sharding of the optimizers' dense parameters, frozen now or not, among the ranks that hold them."""
+        """Build the sharding of the optimizers' dense parameters, frozen now or not, among the ranks that hold them.
+
+        Raises:
+            ConfigurationError: one with owners that says that it has none.
+        """
         state = self._state
         updated = {p for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
         dense = [p for p in state.module.parameters() if p in updated and p not in state.experts.stack_of]
         leaving = self._worlds.spares if state.stages.num_stages == 1 else 0  # they hold nothing for others
         staying = replace(ranks, size=ranks.size - leaving)
         sharding: DenseSharding = DENSE_SHARDINGS.make(self.kind, dense, staying)
+        if sharding.owners and not has_owners(self.kind):  # a recovery would leave the states behind
+            raise ConfigurationError(
+                f"dense={self.kind} gives optimizer states to single ranks and does not say so: set has_owners = True "
+                "on its class"
+            )
         return sharding
 
     def assign(self, sharding: DenseSharding, numbers: Sequence[int]) -> None:

@@ -39,8 +39,8 @@ class DenseSharding(Protocol):
 
 class DenseFactory(Protocol):
     """Factory of a `DenseSharding`. With `cut_size(nodes, wanted)`, as FullySharded has, it also shards the rows of
-    parameters over groups of so many ranks, whatever it does with optimizers. With `has_owners = False`, as
-    ReplicatedDense has, its `owners` are always empty.
+    parameters over groups of so many ranks, whatever it does with optimizers. It has `has_owners = True`, as
+    DenseOptimizerShards has, if its `owners` may not be empty.
     """
 
     def __call__(self, parameters: Sequence[nn.Parameter], world: World, /) -> DenseSharding:
@@ -61,13 +61,21 @@ def dense_sharding_name(dense: str, shard_size: int | None) -> str:
 
 def has_owners(dense: str) -> bool:
     """True if a sharding, a name of DENSE_SHARDINGS, may give the optimizer state of a parameter to one rank."""
-    return bool(getattr(DENSE_SHARDINGS.find(dense), "has_owners", True))
+    return bool(getattr(DENSE_SHARDINGS.find(dense), "has_owners", False))
+
+
+def cuts_rows(dense: str) -> bool:
+    """True if a sharding, a name of DENSE_SHARDINGS, gives each rank some rows of every parameter."""
+    return hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
+
+
+def is_replicated(dense: str) -> bool:
+    """True if under a sharding, a name of DENSE_SHARDINGS, every rank has all dense parameters and their states."""
+    return not (has_owners(dense) or cuts_rows(dense))
 
 
 class ReplicatedDense:
     """Sharding under which every rank has every state and makes every update (DDP)."""
-
-    has_owners = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self.owners: Mapping[nn.Parameter, int] = {}
@@ -105,6 +113,8 @@ class DenseOptimizerShards:
         owners: rank of each parameter, one of those that hold the same values; the largest parameters are assigned
             first (LPT over elements).
     """
+
+    has_owners = True
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
         self._world = world

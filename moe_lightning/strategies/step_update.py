@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from moe_lightning.compat import private_lightning, private_torch
 from moe_lightning.state.tensors import local
 from moe_lightning.strategies.arithmetic_check import ArithmeticCheck
-from moe_lightning.strategies.dense_sharding import has_owners
+from moe_lightning.strategies.dense_sharding import has_owners, is_replicated
 from moe_lightning.strategies.gradients import Gradients, norm_of, scale_gradients
 from moe_lightning.strategies.optimizer_checks import (
     require_no_exchanged_weights,
@@ -96,7 +96,7 @@ class StepUpdate:
         if (are_new or num_groups != self._num_groups) and self._worlds.may_have_peers:
             require_updates_by_expert(optimizers, self._state.experts.stack_of)
             require_updates_by_row(optimizers)
-            if self._state.shards.kind != "ddp":
+            if not is_replicated(self._state.shards.kind):
                 require_no_exchanged_weights(optimizers, self._state.shards.kind)
             if has_owners(self._state.shards.kind):
                 require_updates_by_parameter(optimizers, f"dense={self._state.shards.kind}")

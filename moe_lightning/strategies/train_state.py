@@ -44,7 +44,7 @@ from moe_lightning.state.transfer import NO_UNITS, Unit, Units, reshard, unit_of
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import require_automatic_optimization, require_own_sharding
 from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards, places_of, state_name
-from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, ReplicatedDense, has_owners
+from moe_lightning.strategies.dense_sharding import ReplicatedDense, cuts_rows, has_owners, is_replicated
 from moe_lightning.strategies.optimizer_checks import (
     require_host_updates,
     require_one_closure_call,
@@ -87,13 +87,13 @@ class TrainState:
     """
 
     def __init__(self, worlds: Worlds, *, dense: str, on_host: bool = False) -> None:
-        self._worlds, tensors = worlds, worlds.axes.tp
-        in_rows = hasattr(DENSE_SHARDINGS.find(dense), "cut_size")
+        self._worlds = worlds
         self._module: pl.LightningModule | None = None
         self._experts: PlacedExperts | None = None
         self._recorded: list[list[list[nn.Parameter]]] = []
         self.stages = StageMap(nn.Module(), worlds)
-        self.parts = DenseParts(self, in_rows=in_rows, tensors=tensors, with_moments=not has_owners(dense))
+        with_moments = not has_owners(dense)
+        self.parts = DenseParts(self, in_rows=cuts_rows(dense), tensors=worlds.axes.tp, with_moments=with_moments)
         self.shards = DenseShards(self, self.parts, worlds, dense)
         self.transfer = StateTransfer(self, worlds)
         self.optimizers: Sequence[Optimizer] = []
@@ -196,7 +196,7 @@ class TrainState:
         """True if parameter groups must stay as `configure_optimizers` made them, because optimizers here have a part
         of them, or ranks that join later have only these.
         """
-        is_whole = self.shards.kind == "ddp" and self._worlds.axes.pp == self._worlds.axes.tp == 1
+        is_whole = is_replicated(self.shards.kind) and self._worlds.axes.pp == self._worlds.axes.tp == 1
         return self._worlds.is_elastic or (self._worlds.present.size > 1 and not is_whole)
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -27,7 +27,9 @@ from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
 from moe_lightning.elastic.membership import MEMBERSHIPS, ElasticSettings, ElasticTask, Members, new_member_id
 from moe_lightning.elastic.worker import Preempted
 from moe_lightning.parallel.abort import store_barrier
+from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cut_of, local
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer
@@ -64,6 +66,7 @@ EVEN = ((0, 1), (0, 1, 2, 3), (2, 3))
 RUNS = {
     "ddp": Run(is_lost=True),
     "zero1": Run(strategy={"dense": "zero1"}),
+    "ddp of a plugin": Run(strategy={"dense": "copies"}),
     "fsdp": Run(strategy={"dense": "fsdp"}),
     "pp zero1": Run(strategy={"mesh": {"pp": 2}, "dense": "zero1", "micro_batches": 2}, worlds=EVEN),
     "zero1, replay": Run(strategy={"dense": "zero1"}, recovery={"optimizer_replay": True}, is_lost=True),
@@ -71,7 +74,16 @@ RUNS = {
     "tp zero1": Run(strategy={"mesh": {"tp": 2}, "dense": "zero1"}, worlds=EVEN),
     "pp": Run(strategy={"mesh": {"pp": 2}, "micro_batches": 2}, worlds=EVEN),
 }
-QUICK, SLOW = tuple(RUNS)[:4], tuple(RUNS)[4:]
+QUICK, SLOW = tuple(RUNS)[:5], tuple(RUNS)[5:]
+
+
+class Copies:
+    """Sharding of a plugin, with nothing but what the protocol asks for: all ranks have all states."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, /) -> None:
+        self.owners: dict[nn.Parameter, int] = {}
+
+    def spread_updates(self, updated: Collection[nn.Parameter]) -> None: ...
 
 
 class PlannedMembership:
@@ -199,6 +211,7 @@ def train_in_worlds(rank: int, world_size: int, runs: dict[str, Run]) -> dict[st
     """Train in the worlds of each run that have this process."""
     folder, found = Path.cwd(), dict[str, Kept]()
     store = dist.FileStore(str(folder / "runs"), -1)
+    DENSE_SHARDINGS.register("copies")(Copies)
     for name, run in runs.items():
         store_barrier(store, f"begin {name}", world_size, PATIENCE_S)  # all have left the former groups' collectives
         if dist.is_initialized():

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from moe_lightning.parallel.mesh import MeshShape, Part, RowCut, TensorCut
 from moe_lightning.state.pieces import Block
 from moe_lightning.state.tensors import blocks_of, mark, part_of_whole
 from moe_lightning.strategies.dense_parameters import sum_scalars
-from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, ReplicatedDense, cut_groups
+from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseOptimizerShards, ReplicatedDense, cut_groups
 from moe_lightning.strategies.placed_experts import PlacedExperts
 from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.train_state import TrainState
@@ -108,6 +109,17 @@ def test_the_groups_of_a_rank_follow_from_the_owners_of_a_sharding(monkeypatch: 
             assert groups() == own
         assert groups() == whole
     assert groups() == own
+
+
+def test_a_sharding_that_hides_its_owners_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(DenseOptimizerShards):
+        has_owners = False
+
+    monkeypatch.setitem(DENSE_SHARDINGS._members, "silent", Silent)
+    module = nn.Linear(4, 4)
+    state, _ = in_world(module, World.offline(0, 2, torch.device("cpu")), "silent")
+    with pytest.raises(ConfigurationError, match=r"dense=silent gives .*: set has_owners = True on its class"):
+        state.set_optimizers([torch.optim.AdamW(module.parameters())])
 
 
 def test_a_module_is_cut_for_the_former_world_until_it_is_cut_for_the_next_one() -> None:
