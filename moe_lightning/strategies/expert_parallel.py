@@ -315,7 +315,7 @@ class ExpertParallelStrategy(DDPStrategy):
         trainer, is_elastic = private_lightning.trainer_of(self.lightning_module), self.worlds.is_elastic
         if trainer is not None:  # a strategy may be set up without a Trainer
             private_lightning.keep_samplers(trainer)
-            if self.world_size > 1 or is_elastic:
+            if self.worlds.may_have_peers:
                 any_rank_says = partial(any_says, world=self.world)
                 agrees = trainer.state.fn == TrainerFn.FITTING and not is_elastic
                 private_lightning.handle_signals_between_batches(trainer, any_rank_says if agrees else None)
@@ -514,7 +514,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self._hangs.begin(self.world, trainer.default_root_dir)
         if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
             private_lightning.agree_on_validations(trainer, partial(self.reduce_boolean_decision, all=False))
-        if self.world.size > 1 and not self.worlds.is_elastic:  # a rank that joins in an epoch has logged less
+        if self.world.is_connected and not self.worlds.is_elastic:  # a rank that joins in an epoch has logged less
             private_lightning.compare_reduced(trainer, self._require_same_names)
         if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):
             super().setup(trainer)
@@ -640,7 +640,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state.averaging.finish()
         self.update.finite.finish()
         # In an elastic run a rank that is lost now must not end the others.
-        if not self.worlds.is_elastic and self.world.size > 1:
+        if self.world.is_connected and not self.worlds.is_elastic:
             room = gather_limit(self.num_processes)
             self.state.transfer.gather(self.world.stage, room)
             if self.worlds.axes.pp == 1:  # ranks of a pipeline keep their stages only
@@ -737,7 +737,7 @@ class ExpertParallelStrategy(DDPStrategy):
                 or ranks have other data.
         """
         assert self.lightning_module is not None
-        if self.world.size > 1 and not self.worlds.is_elastic:  # else `ElasticWorlds.run`: who joins would ask alone
+        if self.world.is_connected and not self.worlds.is_elastic:  # else `ElasticWorlds.run`, with who joins
             require_same_data(all_gather_json(outline_of(dataloader), self.world))
         return self.step_data.cut(dataloader, self.lightning_module.trainer)
 
@@ -783,8 +783,7 @@ class ExpertParallelStrategy(DDPStrategy):
         """True if values are restored after optimizers are built, as is needed where ranks hold shards of dense
         parameters; stock DDP restores them before.
         """
-        has_peers = self.world_size > 1 or self.worlds.is_elastic
-        return self.worlds.axes.pp > 1 or (has_peers and self.state.parts.is_enabled)
+        return self.worlds.axes.pp > 1 or (self.worlds.may_have_peers and self.state.parts.is_enabled)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
