@@ -15,6 +15,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery import RecoveryPlanner
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
 from tests.distributed.training import TINY, RandomTokens, TokenStream, make_trainer
+from tests.forks import wait_until
 
 PLACES = (
     "opening", "forward", "exchange", "sequence exchange", "backward", "prepare", "update", "committed", "batch_end",
@@ -56,6 +58,7 @@ class Kill:
         signal: what it gets.
         visit: which time the process comes there.
         rank: in the place of `worker`, whoever has this rank in the first world.
+        beside: such ranks that die at the same moment: none of them dies before all have come to their place.
     """
 
     worker: int
@@ -64,6 +67,7 @@ class Kill:
     signal: int = signal.SIGKILL
     visit: int = 1
     rank: int | None = None
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,10 @@ class Diary(pl.Callback):
         self._file.write(json.dumps([trainer.global_step, loss, trainer.world_size, time.time()]) + "\n")
 
 
+def _all_exist(folder: Path, patterns: Sequence[str]) -> bool:
+    return all(any(folder.glob(pattern)) for pattern in patterns)
+
+
 class Killer(pl.Callback):
     """Ends its own process where it is told to."""
 
@@ -120,6 +128,8 @@ class Killer(pl.Callback):
             is_due = (kill.place, kill.step, kill.visit) == (place, step, self._visits[place, step])
             if is_due and not mark.exists():
                 mark.write_text(str(time.time()))
+                marks = [f"kill-rank-{other}-{kill.step}-{kill.place}-*" for other in kill.beside]
+                wait_until(partial(_all_exist, self._folder, marks))
                 os.kill(os.getpid(), kill.signal)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -361,15 +361,15 @@ PAIRS = ((0, 1), (2, 3), (0, 2), (0, 1), (2, 3), (0, 2))
 
 
 def survives(folder: Path, lost: tuple[int, ...]) -> bool:
-    """Whether a run goes on when these nodes are killed at once."""
+    """Return whether a run goes on when these ranks, each on a node of its own, are killed at once."""
     folder.mkdir()
     table = [[int(node in pair) for node in range(NODES)] for pair in PAIRS]
-    kills = [Kill(worker=worker, step=2, place="forward") for worker in lost]
+    kills = [Kill(worker=-1, rank=rank, step=2, place="forward", beside=lost) for rank in lost]
     with elastic_run(folder, workers=NODES, steps=4, kills=kills, strategy={"placement": table}) as run:
         wait_until(lambda: len(run.reap(range(NODES))) == NODES)
-        codes = run.reap(range(NODES))
-        assert all(codes[worker] < 0 for worker in lost)
-        codes_left = {codes[worker] for worker in range(NODES) if worker not in lost}
+        codes = list(run.reap(range(NODES)).values())
+        assert sum(code < 0 for code in codes) == len(lost)
+        codes_left = {code for code in codes if code >= 0}
         assert len(codes_left) == 1, "survivors decide alike"
         if codes_left == {0}:
             return True
