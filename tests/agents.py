@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from functools import partial
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,12 +17,12 @@ from unittest.mock import patch
 from moe_lightning.checkpoint import agent_handle
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.checkpoint.agent import main as agent_main
-from moe_lightning.checkpoint.agent_handle import LOG, STOP
+from moe_lightning.checkpoint.agent_handle import LOG, STOP, agent_alive
 from moe_lightning.checkpoint.arena import arenas_name
 from moe_lightning.checkpoint.directory import claim, run_of
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from tests.forks import FORKS, fork
+from tests.forks import FORKS, fork, wait_until
 
 START_AGENT = agent_handle.start_agent
 """Starts an agent as the process of a user does, in a new interpreter."""
@@ -52,7 +53,9 @@ def agent_ahead(root: Path, *, poll_s: float = 0.01) -> BaseProcess:
     arenas = Path("/dev/shm") / ("moe-lightning-" + arenas_name(root.parent.name, run, "", root))
     arenas.mkdir(mode=0o700, exist_ok=True)
     (arenas / STOP).unlink(missing_ok=True)
-    return fork_agent(arenas, root, poll_s=poll_s)
+    agent = fork_agent(arenas, root, poll_s=poll_s)
+    wait_until(partial(agent_alive, arenas))  # else a rank that is faster starts another one
+    return agent
 
 
 class ForkedAgent:
