@@ -101,4 +101,5 @@ def test_nothing_that_an_aborted_collective_leaves_is_used(tmp_path: Path, dense
         assert_same_losses(run, reference(STEPS))
         report = run.result(0)["reports"][0]
         assert report["ranks_after"] == 2
-        assert report["steps_lost"] == 0
+        # Moments that only the dead rank had are in its last published snapshot; the next one may still be copied.
+        assert report["steps_lost"] <= (dense == "zero1")
