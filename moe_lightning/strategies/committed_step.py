@@ -309,7 +309,7 @@ class CommittedStep:
     A recovery then makes these, to bring all ranks to one step:
 
         keep_batch           ElasticWorlds    what the fault has left of the batch is kept
-        apply_prepared       StateRecovery    as `commit`, where other ranks have committed the step
+        apply_prepared       StateRecovery    the update is made, and `version` follows, where other ranks have made it
         forget_prepared      StateRecovery    no `prepared`; an update that has begun leaves `is_torn`
         begin_overwriting    StateRecovery    `is_torn`, until `end_overwriting`
         receive              ElasticWorlds    `version` and `progress` are of the planned step

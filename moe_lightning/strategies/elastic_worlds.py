@@ -165,7 +165,7 @@ class Standing(Enum):
             NEWCOMER if one was. After a fault before that MEMBER if the fit resumes a saved step, else NEWCOMER.
         MEMBER: its last committed step; recovers after a fault. SPARE if the mesh has no place for it, once others
             have its state.
-        NEWCOMER: nothing. MEMBER after a recovery.
+        NEWCOMER: nothing. MEMBER after a recovery, SPARE if the mesh has no place for it.
         SPARE: nothing, until the mesh has a place for it. MEMBER after a recovery.
     """
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from moe_lightning import ExpertParallelStrategy
-from moe_lightning.elastic.faults import is_world_fault
+from moe_lightning.elastic.faults import WorldChanged, is_world_fault
 from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
@@ -113,6 +113,23 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     elastic = ElasticWorlds(strategy, engine)
     elastic.step = MagicMock(version=0)
     return elastic
+
+
+@pytest.mark.parametrize("is_spare", [False, True])
+def test_a_rank_without_a_place_in_the_mesh_joins_as_spare(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, is_spare: bool
+) -> None:
+    """It gives its state to others first."""
+    alone.standing = Standing.MEMBER
+    monkeypatch.setattr(alone, "_hand_over", lambda reason: is_spare)
+    monkeypatch.setattr(alone, "_require_members", MagicMock())
+    monkeypatch.setattr(elastic_worlds, "destroy_groups", lambda: None)
+    alone._strategy.leave_world = lambda: None
+    alone.engine.join.side_effect = Preempted("the host is gone")
+    with pytest.raises(Preempted):
+        alone._recover(WorldChanged("a rank leaves"))
+    alone.engine.join.assert_called_once_with(is_ready=True, is_spare=is_spare)
+    assert alone.is_newcomer is is_spare
 
 
 @pytest.mark.parametrize("faults", [0, 1])

@@ -80,14 +80,16 @@ def test_nobody_leaves_while_values_of_some_rank_are_torn(meet: Callable[..., No
     worlds._state.transfer.hand_over.assert_not_called()
 
 
-def test_a_model_without_experts_is_handed_over() -> None:
+def test_a_model_without_experts_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     world, worlds = offline(0, 1), Worlds()
     worlds.set_present(world)
     module = nn.Linear(2, 2)
     state = TrainState(worlds, dense="ddp")
     state.set_module(module, PlacedExperts(module, [], world), StageMap(module, worlds))  # type: ignore[arg-type]
+    handed = MagicMock()
+    monkeypatch.setattr(state.transfer, "_hand_over_dense", handed)
     state.transfer.hand_over([0], world, ["a"], min_replicas=2)
-    assert state.transfer.names() == ((), ())
+    handed.assert_called_once_with([0], world)
 
 
 def test_placements_of_an_only_stage_are_those_of_the_last_change() -> None:
