@@ -469,6 +469,7 @@ class DenseShards:
     def __init__(self, state: TrainState, parts: DenseParts, worlds: Worlds, kind: str) -> None:
         self._state, self._parts, self._worlds, self.kind = state, parts, worlds, kind
         self._sharding: DenseSharding = ReplicatedDense((), World.single())
+        self._rank = 0
         self.numbers: Sequence[int] = ()
         self._has_whole_groups = False
         self.replay: AdamWReplay | None = None
@@ -486,7 +487,7 @@ class DenseShards:
     @property
     def unowned(self) -> list[nn.Parameter]:
         """Dense parameters whose updates another rank computes."""
-        return [parameter for parameter, rank in self.ranks.items() if rank != self._worlds.present.rank]
+        return [parameter for parameter, owner in self._sharding.owners.items() if owner != self._rank]
 
     @property
     def ranks(self) -> dict[nn.Parameter, int]:
@@ -497,7 +498,7 @@ class DenseShards:
         """Reduce each new optimizer of a fit to this rank's share of the dense parameters."""
         self.forget_replay()  # of a former fit
         sharers, numbers = self._state.stages.sharers(self._worlds.present)
-        self.assign(self.build(sharers), numbers)
+        self.assign(self.build(sharers), sharers.rank, numbers)
 
     def broadcast_updates(self, optimizer: Optimizer) -> None:
         """Broadcast the updates that one rank has computed for all of an optimizer's parameters; collective."""
@@ -523,13 +524,15 @@ class DenseShards:
             )
         return sharding
 
-    def assign(self, sharding: DenseSharding, numbers: Sequence[int]) -> None:
+    def assign(self, sharding: DenseSharding, rank: int, numbers: Sequence[int]) -> None:
         """Reduce each optimizer to this rank's share of the dense parameters.
 
         Args:
+            rank: this one, among those that the sharding counts: of their world, which a recovery leaves before this
+                rank has the states that it owns in the next one.
             numbers: in the whole world, of the ranks that the sharding counts.
         """
-        self._sharding, self.numbers = sharding, numbers
+        self._sharding, self._rank, self.numbers = sharding, rank, numbers
         self._state.set_groups(own=True)
 
     @contextmanager
@@ -620,7 +623,7 @@ class DenseShards:
             return found
         part, dense = self._parts.cut.part, dict(self._state.module.named_parameters())
         for name, owner in owners.items():
-            if self.numbers[owner] == self._worlds.present.rank:
+            if owner == self._rank:
                 tensor = part.tensor if is_cut(dense[name]) else None
                 found[state_name(name, tensor)] = {
                     (f"{name}/moments", block): {

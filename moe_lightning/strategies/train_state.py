@@ -44,7 +44,7 @@ from moe_lightning.state.transfer import NO_UNITS, Unit, Units, reshard, unit_of
 from moe_lightning.strategies.averaging import Averaging
 from moe_lightning.strategies.checks import require_automatic_optimization, require_own_sharding
 from moe_lightning.strategies.dense_parameters import DenseParts, DenseShards, places_of, state_name
-from moe_lightning.strategies.dense_sharding import ReplicatedDense, cuts_rows, has_owners, is_replicated
+from moe_lightning.strategies.dense_sharding import ReplicatedDense, cuts_rows, has_owners
 from moe_lightning.strategies.optimizer_checks import (
     require_host_updates,
     require_one_closure_call,
@@ -196,7 +196,7 @@ class TrainState:
         """True if parameter groups must stay as `configure_optimizers` made them, because optimizers here have a part
         of them, or ranks that join later have only these.
         """
-        is_whole = is_replicated(self.shards.kind) and self._worlds.axes.pp == self._worlds.axes.tp == 1
+        is_whole = self.parts.with_moments and not self.parts.is_enabled and self._worlds.axes.pp == 1
         return self._worlds.is_elastic or (self._worlds.present.size > 1 and not is_whole)
 
     @property
@@ -420,7 +420,8 @@ class StateTransfer:
     @property
     def moves_optimizers(self) -> bool:
         """True if optimizer states may change hands on the way into the present world: until then ranks lack some."""
-        return bool(self._state.shards.ranks or self._detached) and self._worlds.present.size > 1
+        keeps = self._detached and not self._state.parts.with_moments  # else what is kept are parts of parameters
+        return bool(self._state.shards.ranks or keeps) and self._worlds.present.size > 1
 
     # ------------------------------------------------------------------ dense values
 
@@ -561,7 +562,7 @@ class StateTransfer:
         dense = {name: p for name, p in state.module.named_parameters() if p not in state.experts.stack_of}
         homes = {p: optimizer for optimizer in state.optimizers for p in state.parameters_of(optimizer)}
         numbers_of = {optimizer: numbers_among(optimizer) for optimizer in state.optimizers}
-        shards.assign(sharding, numbers)
+        shards.assign(sharding, ranks.rank, numbers)
         for parameter in filter(homes.__contains__, dense.values()):  # a frozen one may be in no optimizer
             homes[parameter].state.pop(parameter, None)
         table, own = state.training_state(), dict[nn.Parameter, list[Unit]]()
@@ -675,7 +676,7 @@ class StateTransfer:
         self._detached |= {name: {unit: arrived[unit] for unit in units} for name, units in coming.items()}
         if is_pipeline:
             self._listed = {name for one in listed for name in one}
-            shards.assign(ReplicatedDense((), world), ())  # all states are kept here: parameters may leave now
+            shards.assign(ReplicatedDense((), world), 0, ())  # all states are kept here: parameters may leave now
 
 
 def _joined(blocks: Sequence[Mapping[str, Tensor]], cut: TensorCut | None) -> dict[str, Tensor]:

@@ -111,6 +111,25 @@ def test_the_groups_of_a_rank_follow_from_the_owners_of_a_sharding(monkeypatch: 
     assert groups() == own
 
 
+def test_what_a_rank_owns_is_of_the_world_of_its_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery sets the next world before the states have moved."""
+    monkeypatch.setitem(DENSE_SHARDINGS._members, "in turn", InTurn)
+    module = nn.Linear(2, 2)
+    state, worlds = in_world(module, World.offline(0, 2, torch.device("cpu")), "in turn")
+    state.set_optimizers([torch.optim.SGD(module.parameters())])
+    before = state.shards.owned_states().keys(), [p.shape for p in state.shards.unowned]
+    worlds.set_present(World.offline(1, 2, torch.device("cpu")))
+    assert (state.shards.owned_states().keys(), [p.shape for p in state.shards.unowned]) == before
+
+
+@pytest.mark.parametrize(("dense", "moves"), [("fsdp", False), ("zero1", True)])
+def test_rows_that_are_kept_are_no_optimizer_states(dense: str, moves: bool) -> None:
+    """They have arrived before anything is overwritten."""
+    state, _ = in_world(nn.Linear(2, 2), World.offline(0, 2, torch.device("cpu")), dense)
+    state.transfer._detached = {"stage 0, dense rows 0 of 2": {}}
+    assert state.transfer.moves_optimizers is moves
+
+
 def test_a_sharding_that_hides_its_owners_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(DenseOptimizerShards):
         has_owners = False
