@@ -44,6 +44,8 @@ class FitProgress:
         validation_is_due: a validation follows this step, and has not ended yet.
         epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
+        went_back: the run has gone back to this step, and made no other since.
+        has_newcomers: ranks have joined that have not made this step, perhaps during its epoch.
     """
 
     step: int
@@ -56,6 +58,8 @@ class FitProgress:
     validation_is_due: bool = False
     epoch_is_over: bool = False
     is_saved: bool = False
+    went_back: bool = False
+    has_newcomers: bool = False
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
@@ -119,6 +123,7 @@ class FitProgress:
             lr_schedulers=dump["lr_schedulers"],
             precision=dump.get(type(trainer.precision_plugin).__qualname__, {}),
             is_saved=True,
+            went_back=True,
         )
 
     def restore(self, trainer: pl.Trainer) -> FitProgress:
@@ -182,9 +187,10 @@ def shared_progress(
     if is_live and _step_of(own) != version == trainer.global_step:
         # It failed between the update and the end of its step, or before its first one.
         own = FitProgress.of(trainer, after_step=own is not None)
-    mine = [own.step, own.validation_is_due, own.epoch_is_over] if is_live and own is not None else [-1] * 3
+    kept = ("validation_is_due", "epoch_is_over", "went_back", "has_newcomers")
+    mine = [own.step, *(getattr(own, name) for name in kept)] if is_live and own is not None else [-1] * (1 + len(kept))
     everyones = all_gather_json(mine, world)
-    steps = [step for step, _, _ in everyones]
+    steps = [step for step, *_ in everyones]
     if any(step != version for step in steps):
         source = steps.index(version)
         dump = own.dump(trainer) if world.rank == source and own is not None else None
@@ -192,9 +198,9 @@ def shared_progress(
         if _step_of(own) != version or not is_live:
             own = FitProgress.adopt(dump, trainer, with_state=not is_live)
     assert own is not None
-    # A rank that was ahead of others repeats what is still due there.
-    validation, epoch = (any(entry[i] for entry in everyones if entry[0] == version) for i in (1, 2))
-    return replace(own, validation_is_due=validation, epoch_is_over=epoch)
+    # A rank that was ahead of others repeats what is still due there, and all know what an earlier change has done.
+    said = zip(*(entry[1:] for entry in everyones if entry[0] == version), strict=True)
+    return replace(own, **dict(zip(kept, map(any, said), strict=True)))
 
 
 def _step_of(own: FitProgress | None) -> int:
@@ -427,17 +433,24 @@ class CommittedStep:
         self.is_torn = False
 
     def receive(self, plan: RecoveryPlan, world: World) -> None:
-        """Take the version of a plan, and the fit loop's progress there from a rank that has it; collective."""
+        """Take the version of a plan, and the fit loop's progress there from a rank that has it; collective.
+
+        What this finds out of the step holds until another one is made: a second fault may come before `finish`, and
+        its plan takes the ranks that are here by then for live ones.
+        """
         self.version, trainer = plan.resumes_at, self._state.trainer
         private_lightning.share_folders(trainer, lambda folders: broadcast_object(folders, 0, world))
+        is_live = world.rank in plan.live_ranks
         if plan.level == "live":
-            is_live = world.rank in plan.live_ranks
-            self.progress = shared_progress(self.progress, trainer, plan.version, world, is_live=is_live)
-            return
-        saved = self._state.restored
-        assert saved is not None
-        self.progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
-        self.batch.forget()
+            progress = shared_progress(self.progress, trainer, plan.version, world, is_live=is_live)
+        else:
+            saved = self._state.restored
+            assert saved is not None
+            progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
+            self.batch.forget()
+        has_newcomers = progress.has_newcomers or len(plan.live_ranks) < world.size
+        self.progress = replace(progress, has_newcomers=has_newcomers)
+        trainer.should_stop &= is_live  # else it was set after another step than this one
 
     def restore(self) -> None:
         """Restore the fit loop to the step; its next run resumes there."""
@@ -445,17 +458,18 @@ class CommittedStep:
         self.progress = self.progress.restore(self._state.trainer)
         self.is_torn, self.prepared = False, None
 
-    def finish(self, world: World, *, with_newcomers: bool) -> None:
+    def finish(self, world: World) -> None:
         """Do what was due after the step that was restored: hooks of its batch that the fault kept from running, a
         validation, and the end of the epoch; Lightning itself, restored to this state, skips all. Collective.
 
-        Args:
-            with_newcomers: ranks have joined that have not made the step, perhaps during the epoch; the logged values
-                of its steps are then dropped, because the ranks cannot reduce them together.
+        Values that were logged in the epoch are dropped where they are of steps that are lost, or of some ranks only,
+        which cannot reduce them together.
         """
         kept, made_steps = self.progress, not self.is_first
-        ran = self.batch.finish(self.version, world, made_steps=made_steps, with_newcomers=with_newcomers)
-        if ran and kept is not None and self.progress is not None:  # what others have still to do follows here, too
+        assert kept is not None, "it was restored"
+        drops = kept.went_back or kept.has_newcomers
+        ran = self.batch.finish(self.version, world, made_steps=made_steps, with_newcomers=kept.has_newcomers)
+        if ran and self.progress is not None:  # what others have still to do follows here, too
             self.progress = replace(
                 self.progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
             )
@@ -464,4 +478,4 @@ class CommittedStep:
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
         if progress.epoch_is_over:
-            private_lightning.end_epoch(trainer, drop_logged=with_newcomers)
+            private_lightning.end_epoch(trainer, drop_logged=drops)

@@ -198,7 +198,6 @@ class ElasticWorlds:
         self.standing, self.change_is_due = Standing.BEGINS, False
         self._fits = 0  # that this process has begun
         self._departure: str | None = None
-        self._plan: RecoveryPlan | None = None  # of the last recovery
         self._faults = RepeatedFaults()
         self._cause: str | None = None
 
@@ -266,13 +265,8 @@ class ElasticWorlds:
 
     @property
     def has_rolled_back(self) -> bool:
-        """True if the last change of the world went back to a saved state."""
-        return self._plan is not None and self._plan.level != "live"
-
-    @property
-    def _has_newcomers(self) -> bool:
-        """True if ranks joined in the last change of the world that had not made the step."""
-        return self._plan is not None and len(self._plan.live_ranks) < self._strategy.worlds.present.size
+        """True if the run has gone back to a saved step, and made no other since."""
+        return self.step.progress is not None and self.step.progress.went_back
 
     @property
     def leaves_on_sigterm(self) -> bool:
@@ -389,7 +383,7 @@ class ElasticWorlds:
         if worlds.spares:
             raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
         if has_recovered:
-            self.step.finish(worlds.present, with_newcomers=self._has_newcomers)
+            self.step.finish(worlds.present)
             if loop.done:  # after the last step: only what ends a run is left to do
                 loop.on_run_start()
                 loop.on_run_end()
@@ -407,11 +401,10 @@ class ElasticWorlds:
 
     def _share_stop(self) -> None:
         """Set `trainer.should_stop` on ranks that have joined if it is set on others, where training goes on up to
-        `min_steps` and `min_epochs`; from an earlier step on it is decided again. Collective.
+        `min_steps` and `min_epochs`. Collective.
         """
         trainer = self._state.trainer
-        stops = trainer.should_stop and not self.has_rolled_back
-        (trainer.should_stop,) = any_says([stops], self._strategy.worlds.present)
+        (trainer.should_stop,) = any_says([trainer.should_stop], self._strategy.worlds.present)
 
     def _lost_by(self, error: Exception) -> Exception:
         """Return the fault that is recovered from: state that no rank has intact is that of a lost rank, if some is
@@ -590,7 +583,6 @@ class ElasticWorlds:
             min_replicas=self._policy.min_replicas,
         )
         with watch.phase("resume"):
-            self._plan = plan
             if plan.level == "live" and plan.stale:
                 call_hook(self._state.module, ExpertParallelCallback.on_stale_experts, plan.stale)
             step.receive(plan, world)

@@ -61,11 +61,9 @@ def test_an_end_that_is_repeated_lowers_a_rate_once(
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
 
 
-@pytest.mark.parametrize("faults", [0, 1])
-def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
-    monkeypatch: pytest.MonkeyPatch, faults: int
-) -> None:
-    """Of the survivors of that fault the state is live then."""
+@pytest.fixture
+def saved_trainer(monkeypatch: pytest.MonkeyPatch) -> tuple[pl.Trainer, dict[str, Any]]:
+    """A trainer, and the saved state of one after the last step of an epoch."""
     monkeypatch.setattr(committed_step.private_torch, "tree_leaves", lambda _: [])
     monkeypatch.setattr(private_lightning, "is_validation_due", lambda _: True)
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -79,14 +77,54 @@ def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
     batches = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]  # type: ignore[index]
     batches |= {"is_last_batch": True, "current": {"ready": 1, "started": 1, "processed": 1, "completed": 0}}
     batches["total"] |= {"ready": 5}
+    return trainer, saved
+
+
+def plan_of(level: str, *live_ranks: int) -> Any:
+    return SimpleNamespace(level=level, resumes_at=5, version=5, live_ranks=live_ranks)
+
+
+@pytest.mark.parametrize("faults", [0, 1])
+def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
+    monkeypatch: pytest.MonkeyPatch, saved_trainer: tuple[pl.Trainer, dict[str, Any]], faults: int
+) -> None:
+    """Of the survivors of that fault the state is live then. What had been logged or decided after the step is gone."""
+    trainer, saved = saved_trainer
     state: Any = SimpleNamespace(trainer=trainer, restored=SimpleNamespace(read_object=lambda _: saved))
     step, world = CommittedStep(state), World.single()
-    levels = ["memory", *["live"] * faults]
-    for level in levels:
-        plan: Any = SimpleNamespace(level=level, resumes_at=5, version=5, live_ranks=(0,))
+    trainer.should_stop = True
+    for plan in [plan_of("memory"), *[plan_of("live", 0)] * faults]:
         step.receive(plan, world)
+    assert not trainer.should_stop
     for _ in range(2):  # it is known once, for a recovery may come when the validation has ended
         step.restore()
         assert step.progress is not None
         assert (step.progress.validation_is_due, step.progress.epoch_is_over) == (True, True)
         monkeypatch.setattr(private_lightning, "is_validation_due", lambda _: False)
+    assert ended_epoch(step, world, monkeypatch) == {"drop_logged": True}
+
+
+def test_ranks_that_joined_before_a_second_fault_have_still_not_made_the_step(
+    monkeypatch: pytest.MonkeyPatch, saved_trainer: tuple[pl.Trainer, dict[str, Any]]
+) -> None:
+    monkeypatch.setattr(committed_step, "loader_states", lambda _: [])
+    trainer, _ = saved_trainer
+    step = CommittedStep(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    progress = replace(FitProgress.of(trainer, after_step=False), step=5, epoch_is_over=True)
+    for is_known, drops in ((False, False), (True, True)):
+        step.progress = progress
+        if is_known:
+            monkeypatch.setattr(committed_step, "all_gather_json", lambda value, world: [value] * world.size)
+            step.receive(plan_of("live", 0), World.offline(0, 2, torch.device("cpu")))
+        step.receive(plan_of("live", 0), World.single())
+        assert ended_epoch(step, World.single(), monkeypatch) == {"drop_logged": drops}
+
+
+def ended_epoch(step: CommittedStep, world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Finish a step, and return how its epoch was ended."""
+    found: dict[str, bool] = {}
+    monkeypatch.setattr(private_lightning, "run_validation", lambda _: None)
+    monkeypatch.setattr(private_lightning, "end_epoch", lambda _, **options: found.update(options))
+    monkeypatch.setattr(step.batch, "finish", lambda *_, **__: False)
+    step.finish(world)
+    return found
