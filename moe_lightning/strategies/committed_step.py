@@ -187,8 +187,9 @@ def shared_progress(
     if is_live and _step_of(own) != version == trainer.global_step:
         # It failed between the update and the end of its step, or before its first one.
         own = FitProgress.of(trainer, after_step=own is not None)
-    kept = ("validation_is_due", "epoch_is_over", "went_back", "has_newcomers")
-    mine = [own.step, *(getattr(own, name) for name in kept)] if is_live and own is not None else [-1] * (1 + len(kept))
+    mine = [-1] * 5
+    if is_live and own is not None:
+        mine = [own.step, own.validation_is_due, own.epoch_is_over, own.went_back, own.has_newcomers]
     everyones = all_gather_json(mine, world)
     steps = [step for step, *_ in everyones]
     if any(step != version for step in steps):
@@ -200,7 +201,8 @@ def shared_progress(
     assert own is not None
     # A rank that was ahead of others repeats what is still due there, and all know what an earlier change has done.
     said = zip(*(entry[1:] for entry in everyones if entry[0] == version), strict=True)
-    return replace(own, **dict(zip(kept, map(any, said), strict=True)))
+    validation, epoch, went_back, newcomers = map(any, said)
+    return replace(own, validation_is_due=validation, epoch_is_over=epoch, went_back=went_back, has_newcomers=newcomers)
 
 
 def _step_of(own: FitProgress | None) -> int:
