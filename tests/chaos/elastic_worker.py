@@ -206,6 +206,30 @@ class Holder(pl.Callback):
         return max((manifest.step for _, manifest in checkpoints(self._root)), default=0)
 
 
+class UntilCommitted(pl.Callback):
+    """Goes on from a step only when its checkpoint is committed: a recovery may have its state from nowhere else."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        saver = _saver(trainer)
+        assert saver is not None
+        save = saver.save
+
+        def save_and_wait(*args: Any, **options: Any) -> None:
+            save(*args, **options)
+            if trainer.global_step == self._step and (session := saver.session) is not None:
+                session.finish_copy()
+                wait_until(lambda: (session.status().committed_step or 0) >= self._step, "nothing is committed")
+
+        saver.save = save_and_wait  # type: ignore[method-assign]
+
+
+def until_committed(step: int, folder: Path) -> list[pl.Callback]:
+    return [UntilCommitted(step)]
+
+
 class Witness(ExpertParallelCallback):
     """Digests of the state after every step, and what the process holds open after every recovery."""
 

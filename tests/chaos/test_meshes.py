@@ -16,16 +16,14 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.session import CheckpointSession
 from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Hold, Kill, assert_same_losses, elastic_run, reference
-from tests.chaos.elastic_worker import checkpoints_of
+from tests.chaos.elastic_worker import checkpoints_of, until_committed
 from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.distributed.same_training import SKEWED
 from tests.distributed.test_offload import Pretended
-from tests.forks import PATIENCE_S, wait_until
+from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
 STEPS = 10
@@ -566,31 +564,13 @@ def test_a_rank_that_is_told_to_leave_hands_its_stage_over(tmp_path: Path, worke
         assert run.world_sizes()[STEPS] == 2
 
 
-class WaitForCommit(pl.Callback):
-    """Waits before a validation until the last step is in a committed checkpoint."""
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for callback in trainer.callbacks:
-            if isinstance(callback, PartialExpertsCheckpoint) and callback.session is not None:
-                callback.session.finish_copy()
-                wait_until(partial(_has_committed, callback.session, trainer.global_step))
-
-
-def _has_committed(session: CheckpointSession, step: int) -> bool:
-    return (session.status().committed_step or 0) >= step
-
-
-def wait_for_commit(folder: Path) -> list[Any]:
-    return [WaitForCommit()]
-
-
 @pytest.mark.slow
 def test_one_rank_that_is_left_validates_saves_and_ends(tmp_path: Path) -> None:
     """The end of a run needs no pipeline: the rank that is left restores the last step, as it is saved by then. Else
     that step needs two ranks again.
     """
     options: dict[str, Any] = {
-        "strategy": PP2, "model": LAYERS, "validate": True, "callbacks": wait_for_commit, **SNAPSHOTS,
+        "strategy": PP2, "model": LAYERS, "validate": True, "callbacks": partial(until_committed, 8), **SNAPSHOTS,
     }  # fmt: skip
     with elastic_run(tmp_path, workers=2, steps=8, kills=[lose(1, "validation", step=8)], **options) as run:
         run.supervise()
