@@ -1,4 +1,4 @@
-"""What a fault finds of a step after each of its calls, and what a recovery makes of it."""
+"""State of a committed step after each of its calls, and after those of a recovery."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def plan_of(level: str, *live_ranks: int) -> Any:
 def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
     monkeypatch: pytest.MonkeyPatch, saved_trainer: tuple[pl.Trainer, dict[str, Any]], faults: int
 ) -> None:
-    """Of the survivors of that fault the state is live then. What had been logged or decided after the step is gone."""
+    """The state of its survivors is live then. Values logged and stops decided after the step are gone."""
     trainer, saved = saved_trainer
     state: Any = SimpleNamespace(trainer=trainer, restored=SimpleNamespace(read_object=lambda _: saved))
     step, world = CommittedStep(state), World.single()
