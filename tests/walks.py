@@ -29,8 +29,10 @@ from torch.utils.data import DataLoader
 from moe_lightning import FaultRecovery, MoELayer, PartialExpertsCheckpoint
 from moe_lightning.checkpoint.agent import Agent
 from moe_lightning.elastic import launcher
+from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.train_state import StateTransfer
 from tests import agents
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, train
@@ -281,8 +283,8 @@ def _train_and_save(rank: int, world_size: int, root: str, *, callbacks: Sequenc
 
 @cache
 def fault_walks() -> dict[str, list[str]]:
-    """The walk of a killed rank of three: its launcher, the rendezvous host, and the two that go on; and the functions
-    of the recovery on one of these.
+    """The walk of a killed rank of three: its launcher, the rendezvous host, and the two that go on; the functions of
+    the recovery on one of these; and all calls of its `CommittedStep` and `StateTransfer`.
     """
     with tempfile.TemporaryDirectory(prefix="walk-") as name, Trace("elastic") as trace:
         run = launcher.ElasticLauncher(num_ranks=3, log_dir=Path(name), cool_down_s=60.0, grace_s=1.0)
@@ -293,9 +295,11 @@ def fault_walks() -> dict[str, list[str]]:
             run.run([])
         left = [json.loads(path.read_text()) for path in Path(name).glob("walk-*.json")]
         assert len(left) == 2, "two of three survive"
+        assert left[0]["calls"] == left[1]["calls"]
         return {
             "fault": in_order(trace.files, *(each["files"] for each in left)),
             "recovery": left[0]["functions"],
+            "calls": left[0]["calls"],
         }
 
 
@@ -346,6 +350,8 @@ def _worker(number: int, environment: dict[str, str], folder: str) -> None:
     os.setsid()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    calls: list[str] = []
+    _record_calls(calls, CommittedStep, StateTransfer)
     with Trace("elastic") as trace:
         _trace_recovery(trace)
         trainer = make_trainer(
@@ -353,9 +359,26 @@ def _worker(number: int, environment: dict[str, str], folder: str) -> None:
         )
         trainer.fit(OwnModule(), DataLoader(RandomTokens(), batch_size=12, shuffle=True))
         Path(folder, f"walk-{number}.json").write_text(
-            json.dumps({"files": list(trace.files), "functions": list(trace.functions)})
+            json.dumps({"files": list(trace.files), "functions": list(trace.functions), "calls": calls})
         )
     trainer.strategy.elastic.engine.close()
+
+
+def _record_calls(calls: list[str], *owners: type) -> None:
+    """Append each call of these classes' public methods to `calls`, as "Class.method"."""
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls.append(function.__qualname__)
+            return function(*args, **kwargs)
+
+        return record
+
+    for owner in owners:
+        for name, member in list(vars(owner).items()):
+            if callable(member) and name[0] != "_":
+                setattr(owner, name, recorded(member))
 
 
 class Victim(pl.Callback):

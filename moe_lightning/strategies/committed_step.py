@@ -319,7 +319,8 @@ class CommittedStep:
         keep_batch           ElasticWorlds    what the fault has left of the batch is kept
         apply_prepared       StateRecovery    the update is made, and `version` follows, where other ranks have made it
         forget_prepared      StateRecovery    no `prepared`; an update that has begun leaves `is_torn`
-        begin_overwriting    StateRecovery    `is_torn`, until `end_overwriting`
+        begin_overwriting    StateRecovery    `is_torn`, where values of live ranks change
+        end_overwriting      StateRecovery    not `is_torn` any more: all values have arrived
         receive              ElasticWorlds    `version` and `progress` are of the planned step
         restore              ElasticWorlds    `trainer.global_step` and the rest of the fit loop, too
         finish               ElasticWorlds    what was left or due is done; `ended` follows by `end_batch`
