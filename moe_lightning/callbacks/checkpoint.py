@@ -486,8 +486,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             layout=strategy.elastic.protection(),
             is_broken=lambda: strategy.elastic.is_broken,
         )
-        if restored is not None:
-            self.lost.restore(restored)
+        self.lost.restore(restored, strategy.world)
         self.lost.choose_k(trainer, contents)
         strategy.checkpoints.release()
         self._growth.begin(strategy.state)

@@ -27,6 +27,7 @@ from moe_lightning.checkpoint.training_state import TrainingState
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import validated
 from moe_lightning.errors import ConfigurationError
+from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World, maximum_
 from moe_lightning.strategies.stages import StageMap
 
@@ -216,12 +217,23 @@ class LostTokens:
         if self.checkpoint_ledger is not None:
             self.checkpoint_ledger.reassign(owners)
 
-    def restore(self, restored: CheckpointSource) -> None:
-        """Account for experts that came back older than the checkpoint."""
-        if self.checkpoint_ledger is None or not restored.keys("ledger"):
+    def restore(self, restored: CheckpointSource | None, world: World) -> None:
+        """Account for experts that came back older than the checkpoint; collective. Ranks that have joined since then
+        take the counts of another.
+
+        Args:
+            restored: the checkpoint, on a rank that has restored it.
+        """
+        saved: dict[str, Any] | None = None
+        if restored is not None and restored.keys("ledger"):
+            versions = torch.from_numpy(restored.expert_versions())
+            saved = {"ledger": restored.read_object("ledger"), "step": restored.first_step, "versions": versions}
+        found = all_gather_json(saved is not None, world)
+        if any(found) and not all(found):
+            saved = broadcast_object(saved, found.index(True), world)
+        if self.checkpoint_ledger is None or saved is None:
             return
-        saved = restored.read_object("ledger")
-        lost = self.checkpoint_ledger.restore(saved, restored.first_step, restored.expert_versions())
+        lost = self.checkpoint_ledger.restore(saved["ledger"], saved["step"], saved["versions"].numpy())
         if lost.any():
             self._warn(f"{int((lost > 0).sum())} experts were restored from older versions", lost)
         self._lost_plt += self.checkpoint_ledger.plt_of(lost.sum(axis=1))

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from moe_lightning.callbacks.lost_tokens import TokenCounts
+from moe_lightning.callbacks.lost_tokens import LostTokens, TokenCounts
 from moe_lightning.callbacks.spike_guard import SpikeGuard
+from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
+from moe_lightning.checkpoint.selection import parse_scopes
 from moe_lightning.data.sampler import StepSampler
 from moe_lightning.errors import NonFiniteLossError
 from moe_lightning.moe.layer import MoELayer
@@ -348,6 +350,40 @@ def test_what_a_ledger_has_recorded_is_not_counted_again() -> None:
     counts = TokenCounts()
     counts.enter_world(np.full((1, 4), 3), stages, World.single())
     assert counts.total is None
+
+
+def ledger() -> CheckpointLedger:
+    return CheckpointLedger(
+        num_layers=1,
+        num_experts=4,
+        planned_assignments=1000,
+        owners=np.zeros((1, 4), dtype=np.int64),
+        num_ranks=1,
+        scopes=parse_scopes("full"),
+    )
+
+
+def count_on(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 0 has gone back to a checkpoint, and rank 1 has joined since."""
+    saved = ledger()
+    saved.record(np.array([[1, 2, 3, 4]]))
+    saved.begin(5, saved.plan(4, 4, full=True))
+    restored: Any = SimpleNamespace(
+        keys=lambda _: ["ledger"],
+        read_object=lambda _: saved.state_dict(),
+        first_step=5,
+        expert_versions=lambda: np.array([[5, 5, 0, 5]]),
+    )
+    lost = LostTokens(CheckpointSettings())
+    lost.checkpoint_ledger = ledger()
+    lost.restore(restored if rank == 0 else None, connect())
+    return {name: torch.as_tensor(table).tolist() for name, table in lost.checkpoint_ledger.state_dict().items()}
+
+
+def test_a_rank_that_joins_after_a_return_to_a_checkpoint_counts_as_the_others_do() -> None:
+    first, joined = run_ranks(2, count_on)
+    assert first == joined
+    assert first["lost"] == [3]
 
 
 def test_a_skipped_update_is_not_the_last_of_a_batch_under_manual_optimization() -> None:
