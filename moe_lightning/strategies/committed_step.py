@@ -22,7 +22,7 @@ from moe_lightning.compat.containers import AS_PLAIN
 from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
-from moe_lightning.parallel.context import World
+from moe_lightning.parallel.context import World, any_says
 from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
 from moe_lightning.strategies.train_state import TrainState
 
@@ -45,7 +45,7 @@ class FitProgress:
         epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
         went_back: the run has gone back to this step, and made no other since.
-        has_newcomers: ranks have joined that have not made this step, perhaps during its epoch.
+        is_adopted: this rank has this step from another rank or a checkpoint, and has made no other since.
     """
 
     step: int
@@ -59,7 +59,7 @@ class FitProgress:
     epoch_is_over: bool = False
     is_saved: bool = False
     went_back: bool = False
-    has_newcomers: bool = False
+    is_adopted: bool = False
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
@@ -105,7 +105,7 @@ class FitProgress:
             private_lightning.load_hooks(trainer, dump[_HOOKS])
             private_lightning.load_callbacks(trainer, dump, is_checkpoint=False)
             private_lightning.load_monitored(trainer, dump[private_lightning.MONITORED])
-        return cls(**{each.name: dump[each.name] for each in fields(cls)})
+        return cls(**{each.name: dump[each.name] for each in fields(cls)} | {"is_adopted": with_state})
 
     @classmethod
     def from_checkpoint(cls, dump: dict[str, Any], trainer: pl.Trainer) -> FitProgress:
@@ -124,6 +124,7 @@ class FitProgress:
             precision=dump.get(type(trainer.precision_plugin).__qualname__, {}),
             is_saved=True,
             went_back=True,
+            is_adopted=True,
         )
 
     def restore(self, trainer: pl.Trainer) -> FitProgress:
@@ -187,9 +188,9 @@ def shared_progress(
     if is_live and _step_of(own) != version == trainer.global_step:
         # It failed between the update and the end of its step, or before its first one.
         own = FitProgress.of(trainer, after_step=own is not None)
-    mine = [-1] * 5
+    mine = [-1] * 4
     if is_live and own is not None:
-        mine = [own.step, own.validation_is_due, own.epoch_is_over, own.went_back, own.has_newcomers]
+        mine = [own.step, own.validation_is_due, own.epoch_is_over, own.went_back]
     everyones = all_gather_json(mine, world)
     steps = [step for step, *_ in everyones]
     if any(step != version for step in steps):
@@ -199,10 +200,10 @@ def shared_progress(
         if _step_of(own) != version or not is_live:
             own = FitProgress.adopt(dump, trainer, with_state=not is_live)
     assert own is not None
-    # A rank that was ahead of others repeats what is still due there, and all know what an earlier change has done.
-    said = zip(*(entry[1:] for entry in everyones if entry[0] == version), strict=True)
-    validation, epoch, went_back, newcomers = map(any, said)
-    return replace(own, validation_is_due=validation, epoch_is_over=epoch, went_back=went_back, has_newcomers=newcomers)
+    # What is due on any rank is repeated on those that were ahead of it.
+    flags = zip(*(entry[1:] for entry in everyones if entry[0] == version), strict=True)
+    validation, epoch, went_back = map(any, flags)
+    return replace(own, validation_is_due=validation, epoch_is_over=epoch, went_back=went_back)
 
 
 def _step_of(own: FitProgress | None) -> int:
@@ -316,14 +317,17 @@ class CommittedStep:
 
     A recovery then makes these, to bring all ranks to one step:
 
-        keep_batch           ElasticWorlds    what the fault has left of the batch is kept
+        keep_batch           ElasticWorlds    what the fault has left of the batch is kept; not in a second fault
         apply_prepared       StateRecovery    the update is made, and `version` follows, where other ranks have made it
         forget_prepared      StateRecovery    no `prepared`; an update that has begun leaves `is_torn`
-        begin_overwriting    StateRecovery    `is_torn`, where values of live ranks change
+        begin_overwriting    StateRecovery    `is_torn`, where values of this rank are replaced
         end_overwriting      StateRecovery    not `is_torn` any more: all values have arrived
         receive              ElasticWorlds    `version` and `progress` are of the planned step
-        restore              ElasticWorlds    `trainer.global_step` and the rest of the fit loop, too
+        restore              ElasticWorlds    `trainer.global_step` and the rest of the fit loop are, too
         finish               ElasticWorlds    what was left or due is done; `ended` follows by `end_batch`
+
+    A rank whose memory was damaged calls `begin_overwriting` before all these, one that saves before its world ends
+    `restore`.
 
     Args:
         state: of this rank.
@@ -436,24 +440,20 @@ class CommittedStep:
         self.is_torn = False
 
     def receive(self, plan: RecoveryPlan, world: World) -> None:
-        """Take the version of a plan, and the fit loop's progress there from a rank that has it; collective.
-
-        What this finds out of the step holds until another one is made: a second fault may come before `finish`, and
-        its plan takes the ranks that are here by then for live ones.
+        """Take the version of a plan, and the fit loop's progress there from a rank or the checkpoint that has it;
+        collective. Flags of the progress hold until the next step: in the plan of a second fault all ranks may be live.
         """
         self.version, trainer = plan.resumes_at, self._state.trainer
         private_lightning.share_folders(trainer, lambda folders: broadcast_object(folders, 0, world))
         is_live = world.rank in plan.live_ranks
         if plan.level == "live":
-            progress = shared_progress(self.progress, trainer, plan.version, world, is_live=is_live)
+            self.progress = shared_progress(self.progress, trainer, plan.version, world, is_live=is_live)
         else:
             saved = self._state.restored
             assert saved is not None
-            progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
+            self.progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
             self.batch.forget()
-        has_newcomers = progress.has_newcomers or len(plan.live_ranks) < world.size
-        self.progress = replace(progress, has_newcomers=has_newcomers)
-        trainer.should_stop &= is_live  # else it was set after another step than this one
+        trainer.should_stop &= is_live  # else as in a resumed run: checkpoints do not hold it
 
     def restore(self) -> None:
         """Restore the fit loop to the step; its next run resumes there."""
@@ -470,8 +470,8 @@ class CommittedStep:
         """
         kept, made_steps = self.progress, not self.is_first
         assert kept is not None, "it was restored"
-        drops = kept.went_back or kept.has_newcomers
-        ran = self.batch.finish(self.version, world, made_steps=made_steps, with_newcomers=kept.has_newcomers)
+        (some_adopted,) = any_says([kept.is_adopted], world)
+        ran = self.batch.finish(self.version, world, made_steps=made_steps, with_newcomers=some_adopted)
         if ran and self.progress is not None:  # what others have still to do follows here, too
             self.progress = replace(
                 self.progress, validation_is_due=kept.validation_is_due, epoch_is_over=kept.epoch_is_over
@@ -481,4 +481,4 @@ class CommittedStep:
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
         if progress.epoch_is_over:
-            private_lightning.end_epoch(trainer, drop_logged=drops)
+            private_lightning.end_epoch(trainer, drop_logged=some_adopted)

@@ -96,35 +96,20 @@ def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
     for plan in [plan_of("memory"), *[plan_of("live", 0)] * faults]:
         step.receive(plan, world)
     assert not trainer.should_stop
+    assert step.progress is not None
+    assert step.progress.went_back
     for _ in range(2):  # it is known once, for a recovery may come when the validation has ended
         step.restore()
-        assert step.progress is not None
         assert (step.progress.validation_is_due, step.progress.epoch_is_over) == (True, True)
         monkeypatch.setattr(private_lightning, "is_validation_due", lambda _: False)
-    assert ended_epoch(step, world, monkeypatch) == {"drop_logged": True}
-
-
-def test_ranks_that_joined_before_a_second_fault_have_still_not_made_the_step(
-    monkeypatch: pytest.MonkeyPatch, saved_trainer: tuple[pl.Trainer, dict[str, Any]]
-) -> None:
-    monkeypatch.setattr(committed_step, "loader_states", lambda _: [])
-    trainer, _ = saved_trainer
-    step = CommittedStep(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
-    progress = replace(FitProgress.of(trainer, after_step=False), step=5, epoch_is_over=True)
-    for is_known, drops in ((False, False), (True, True)):
-        step.progress = progress
-        if is_known:
-            monkeypatch.setattr(committed_step, "all_gather_json", lambda value, world: [value] * world.size)
-            step.receive(plan_of("live", 0), World.offline(0, 2, torch.device("cpu")))
-        step.receive(plan_of("live", 0), World.single())
-        assert ended_epoch(step, World.single(), monkeypatch) == {"drop_logged": drops}
+    assert ended_epoch(step, world, monkeypatch) == {"with_newcomers": True, "drop_logged": True}
 
 
 def ended_epoch(step: CommittedStep, world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Finish a step, and return how its epoch was ended."""
+    """Finish a step, and return how its batch and its epoch were ended."""
     found: dict[str, bool] = {}
     monkeypatch.setattr(private_lightning, "run_validation", lambda _: None)
     monkeypatch.setattr(private_lightning, "end_epoch", lambda _, **options: found.update(options))
-    monkeypatch.setattr(step.batch, "finish", lambda *_, **__: False)
+    monkeypatch.setattr(step.batch, "finish", lambda *_, made_steps, **options: found.update(options))
     step.finish(world)
     return found

@@ -1,0 +1,70 @@
+"""A second fault in a recovery, before ranks that have joined have made a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+
+from moe_lightning.compat import private_lightning
+from moe_lightning.parallel.context import World
+from moe_lightning.strategies import committed_step
+from moe_lightning.strategies.committed_step import CommittedStep, FitProgress
+from tests.distributed.harness import connect, run_ranks
+
+
+class Finished(NamedTuple):
+    """What the end of a recovery has done on a rank."""
+
+    ran_hooks: bool
+    ended_epoch: dict[str, bool]
+
+
+def recover_twice(rank: int, world_size: int, stays: bool) -> Finished | None:
+    """Rank 0 has made the last step of an epoch and some of its hooks; rank 1 joins, and is lost unless it stays."""
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", callbacks=[pl.Callback()])
+    trainer.strategy.connect(pl.LightningModule())
+    hooks: list[str] = []
+    ended: dict[str, bool] = {}
+    with (
+        patch.object(committed_step, "loader_states", lambda _: []),
+        patch.object(private_lightning.BatchEnd, "run", lambda *_: hooks.append("run")),
+        patch.object(private_lightning, "end_epoch", lambda _, **options: ended.update(options)),
+    ):
+        step = CommittedStep(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+        if rank == 0:
+            step.progress = replace(FitProgress.of(trainer, after_step=False), epoch_is_over=True)
+            step.is_first = False
+            step.batch.begin(None, None)
+            step.keep_batch()
+        world = connect()
+        step.receive(plan_of(0), world)
+        if not stays:
+            world = World.single()
+            if rank == 1:
+                return None
+        step.receive(plan_of(*range(world.size)), world)
+        step.finish(world)
+    return Finished(bool(hooks), ended)
+
+
+def plan_of(*live_ranks: int) -> Any:
+    return SimpleNamespace(level="live", resumes_at=0, version=0, live_ranks=live_ranks)
+
+
+@pytest.mark.parametrize(
+    ("stays", "finished"),
+    [
+        (True, [Finished(False, {"drop_logged": True})] * 2),
+        (False, [Finished(True, {"drop_logged": False}), None]),
+    ],
+    ids=["stays", "is lost"],
+)
+def test_hooks_are_left_out_while_a_rank_is_there_that_has_not_made_the_step(
+    stays: bool, finished: list[Finished | None]
+) -> None:
+    assert run_ranks(2, recover_twice, stays) == finished
