@@ -381,10 +381,10 @@ class StateTransfer:
     """Transfer of a rank's state between worlds. A rank of a pipeline may hold other stages in the next world; until
     everything has arrived it holds its former stages and the new ones.
 
-    Ranks that leave on notice make `hand_over` with the others first. A recovery then calls, on all ranks of the next
-    world and in this order: `names`, `fetch`, `enter_world`, and once the next world is the present one `install` and
-    `reshard`. What this rank has for others is kept beside its parameters from `hand_over` or `fetch` to `reshard`,
-    because parameters may leave or change their parts.
+    Ranks that leave on notice or become spares make `hand_over` with the others first. A recovery then calls, on all
+    ranks of the next world and in this order: `names`, where live ranks have all `fetch`, `enter_world`, and once the
+    next world is the present one `install` and `reshard`. What this rank has for others is kept beside its parameters
+    from `hand_over` or `fetch` to `reshard`, because parameters may leave or change their parts.
 
     Args:
         state: the state of this rank.

@@ -207,7 +207,7 @@ class Holder(pl.Callback):
 
 
 class UntilCommitted(pl.Callback):
-    """Goes on from a step only when its checkpoint is committed: a recovery may have its state from nowhere else."""
+    """Wait after a step until its checkpoint is committed: a recovery may find its state nowhere else."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -224,10 +224,6 @@ class UntilCommitted(pl.Callback):
                 wait_until(lambda: (session.status().committed_step or 0) >= self._step, "nothing is committed")
 
         saver.save = save_and_wait  # type: ignore[method-assign]
-
-
-def until_committed(step: int, folder: Path) -> list[pl.Callback]:
-    return [UntilCommitted(step)]
 
 
 class Witness(ExpertParallelCallback):

@@ -8,7 +8,6 @@ import json
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.checkpoint.loader import find_newest
 from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Hold, Kill, assert_same_losses, elastic_run, reference
-from tests.chaos.elastic_worker import checkpoints_of, until_committed
+from tests.chaos.elastic_worker import UntilCommitted, checkpoints_of
 from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.distributed.same_training import SKEWED
 from tests.distributed.test_offload import Pretended
@@ -564,13 +563,17 @@ def test_a_rank_that_is_told_to_leave_hands_its_stage_over(tmp_path: Path, worke
         assert run.world_sizes()[STEPS] == 2
 
 
+def last_step_committed(folder: Path) -> list[Any]:
+    return [UntilCommitted(8)]
+
+
 @pytest.mark.slow
 def test_one_rank_that_is_left_validates_saves_and_ends(tmp_path: Path) -> None:
     """The end of a run needs no pipeline: the rank that is left restores the last step, as it is saved by then. Else
     that step needs two ranks again.
     """
     options: dict[str, Any] = {
-        "strategy": PP2, "model": LAYERS, "validate": True, "callbacks": partial(until_committed, 8), **SNAPSHOTS,
+        "strategy": PP2, "model": LAYERS, "validate": True, "callbacks": last_step_committed, **SNAPSHOTS,
     }  # fmt: skip
     with elastic_run(tmp_path, workers=2, steps=8, kills=[lose(1, "validation", step=8)], **options) as run:
         run.supervise()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.chaos.elastic_runs import Kill, assert_same_losses, elastic_run, finish, reference
-from tests.chaos.elastic_worker import until_committed
+from tests.chaos.elastic_worker import UntilCommitted
 from tests.forks import wait_until
 from tests.parameters import slow
 
@@ -78,7 +78,7 @@ class _SilentWork:
 
 
 def silenced(folder: Path) -> list[pl.Callback]:
-    return [Silent(), *until_committed(4, folder)]
+    return [Silent(), UntilCommitted(4)]
 
 
 @pytest.mark.slow
