@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import time
 from multiprocessing import forkserver, resource_tracker
@@ -37,7 +38,8 @@ class Leftovers:
         self._ports = listening()
 
     def wait_for_none(self) -> list[str]:
-        """What is still there after some patience, one line each; its processes are killed."""
+        """What is still there after some patience, one line each; processes are killed and snapshots deleted, or later
+        modules would be blamed for them."""
         deadline = time.monotonic() + _PATIENCE_S
         while (found := self._found()) and time.monotonic() < deadline:
             gc.collect()  # sockets that only a cycle holds
@@ -45,14 +47,24 @@ class Leftovers:
         for pid in processes() if found else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for path in self._arenas() if found else ():
+            shutil.rmtree(path, ignore_errors=True)
         return found
 
     def _found(self) -> list[str]:
         return [
             *(f"process {pid}: {command}" for pid, command in processes().items()),
             *(f"port {port} is listened at" for _, port in listening() - self._ports),
-            *(f"{path} with snapshots of {root}" for path, root in _arenas().items() if root.startswith(self._homes)),
+            *(f"{path} with snapshots of {root}" for path, root in self._arenas().items()),
         ]
+
+    def _arenas(self) -> dict[Path, str]:
+        """Folders of snapshots in memory, with what their agent wrote to."""
+        found = {}
+        for path in MEMORY.glob(f"{NAMED}*"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found[path] = str(json.loads((path / LOCK).read_bytes())["root"])
+        return {path: root for path, root in found.items() if root.startswith(self._homes)}
 
 
 def processes() -> dict[int, str]:
@@ -99,12 +111,3 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
-
-
-def _arenas() -> dict[Path, str]:
-    """Folders of snapshots in memory, with what their agent wrote to."""
-    found = {}
-    for path in MEMORY.glob(f"{NAMED}*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            found[path] = str(json.loads((path / LOCK).read_bytes())["root"])
-    return found
