@@ -49,5 +49,5 @@ class ParityError(UserError, RuntimeError):
     """A run on several ranks is not that of one process: the message names step, tensor, values and likely cause."""
 
 
-class WorldCutError(ConnectionError):
-    """The connections of the present world were cut while its ranks talked: what arrived is nobody's word."""
+class WorldAbortedError(ConnectionError):
+    """The present world was aborted while its ranks communicated: what arrived may be of no rank."""

@@ -45,7 +45,7 @@ from moe_lightning.checkpoint.snapshotter import CopyWindows, SnapshotReport, Sn
 from moe_lightning.checkpoint.storage import absolute, pause_s
 from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import TrainingState
-from moe_lightning.errors import CheckpointError, WorldCutError
+from moe_lightning.errors import CheckpointError, WorldAbortedError
 from moe_lightning.parallel.collectives import all_gather_json, failing_together
 from moe_lightning.parallel.context import World
 
@@ -344,7 +344,7 @@ class CheckpointSession:
         while newest is not None and not self._has_committed(newest):
             check_world(self._opening.root, self._opening.world_number)
             if self._is_broken():
-                raise WorldCutError(f"a rank was lost while the checkpoint of step {newest} was written")
+                raise WorldAbortedError(f"a rank was lost while the checkpoint of step {newest} was written")
             status = self.status()
             gone = agent is not None and not agent.runs
             if time.monotonic() > deadline or gone:

@@ -17,7 +17,7 @@ from torch.nn import parallel
 
 from moe_lightning.elastic.membership import Membership
 from moe_lightning.elastic.worker import KILLED, PeerFailed, Preempted, RunFinished
-from moe_lightning.errors import ConfigurationError, WorldCutError
+from moe_lightning.errors import ConfigurationError, WorldAbortedError
 
 _PACKAGE = Path(__file__).parents[1]
 _TORCH = [Path(str(package.__file__)).parent for package in (dist, parallel)]
@@ -112,7 +112,7 @@ def release_frames(error: BaseException | None) -> None:
 
 
 def _raised_in_collective(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError | WorldCutError):
+    if isinstance(error, dist.DistError | WorldAbortedError):
         return True
     place = _innermost(error.__traceback__)
     if place is None or not isinstance(error, RuntimeError | ValueError | ConnectionError | TimeoutError):

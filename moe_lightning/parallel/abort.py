@@ -409,7 +409,7 @@ def build_world(
         guard: receives the function that aborts the groups, before any connection is made.
 
     Raises:
-        WorldCutError: the world was aborted meanwhile.
+        WorldAbortedError: the world was aborted meanwhile.
         ConfigurationError: this rank has other versions than rank 0, and would plan otherwise.
     """
     aborter = GroupAborter()
@@ -423,7 +423,7 @@ def build_world(
         prepare_environment(is_elastic=True)
         own = first_group_options(device)
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=short, **own)
-        world = World.connect(device, short, layout, is_cut=lambda: aborter.is_aborted, generation=generation)
+        world = World.connect(device, short, layout, is_aborted=lambda: aborter.is_aborted, generation=generation)
     aborter.tune()
     for group in world.all_groups:
         private_torch.set_group_timeout(group, timeout)

@@ -35,7 +35,7 @@ from torch.distributed import FileStore, PrefixStore, ProcessGroup, Store  # typ
 
 from moe_lightning.arrays import IntArray
 from moe_lightning.compat import private_torch
-from moe_lightning.errors import WorldCutError
+from moe_lightning.errors import WorldAbortedError
 from moe_lightning.files import PrivateFolder, checked_folder, find_folder, read_text, replace_text
 from moe_lightning.parallel.mesh import Groups, Layout, MeshShape, RowCut
 
@@ -205,7 +205,7 @@ class World:
         shards: ranks that share one copy of the dense parameters, by copy, those of a tensor index side by side; in a
             pipeline those of this rank's stage. Empty where every rank has a copy of its own.
         own_stage: this rank's stage of several pipeline stages.
-        is_cut: returns True once this world is aborted.
+        is_aborted: returns True once this world is aborted.
         exchanges: the clock of this rank's exchanges on the compute group.
         bubbles: the clock of this rank's waits for other stages of a pipeline.
     """
@@ -222,7 +222,7 @@ class World:
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict, repr=False)
     shards: Groups = field(default=(), repr=False)
     own_stage: World | None = field(default=None, repr=False)
-    is_cut: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+    is_aborted: Callable[[], bool] = field(default=_never, repr=False, compare=False)
     exchanges: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
     bubbles: ExchangeClock = field(default_factory=ExchangeClock, repr=False, compare=False)
 
@@ -260,7 +260,7 @@ class World:
     @property
     def may_be_cut(self) -> bool:
         """True if the world may be aborted while its ranks communicate."""
-        return self.is_cut is not _never
+        return self.is_aborted is not _never
 
     @classmethod
     def before_setup(cls, device: torch.device) -> World:
@@ -276,21 +276,21 @@ class World:
         timeout: timedelta,
         layout: Layout | None = None,
         *,
-        is_cut: Callable[[], bool] = _never,
+        is_aborted: Callable[[], bool] = _never,
         generation: int = 0,
     ) -> World:
         """Build the groups over all ranks of torch's default group, or a world of one where there is none.
 
         Args:
             layout: the same on every rank; None: all are data-parallel, with all dense parameters.
-            is_cut, generation: of the new world.
+            is_aborted, generation: of the new world.
         """
         world = cls.before_setup(device)
         if not world.is_connected:
             return world
         world = replace(
             world,
-            is_cut=is_cut,
+            is_aborted=is_aborted,
             generation=generation,
             compute=dist.new_group(timeout=timeout, group_desc="compute"),
             background=dist.new_group(timeout=timeout, group_desc="background", **background_options(device, timeout)),
@@ -322,7 +322,9 @@ class World:
         """Return the ranks along an axis of the mesh, whose place is the same on all others, with one group."""
         rank, size = self.shape.place(self.rank, {axis})
         groups: dict[str, Any] = {"dense": self.group(axis), "background": self.group(axis)}
-        return World(rank=rank, size=size, device=self.device, is_cut=self.is_cut, bubbles=self.bubbles, **groups)
+        return World(
+            rank=rank, size=size, device=self.device, is_aborted=self.is_aborted, bubbles=self.bubbles, **groups
+        )
 
     @property
     def data_rank(self) -> int:
@@ -353,7 +355,7 @@ class World:
         before. An NCCL collective that is aborted raises nothing and ends with arbitrary numbers.
 
         Raises:
-            WorldCutError: the world was aborted before the collectives had certainly ended.
+            WorldAbortedError: the world was aborted before the collectives had certainly ended.
         """
         host = tensor.cpu()
         self.require_whole()
@@ -368,11 +370,11 @@ class World:
     def require_whole(self) -> None:
         """
         Raises:
-            WorldCutError: the world was aborted, or one of its groups has recorded an error without raising it.
+            WorldAbortedError: the world was aborted, or one of its groups has recorded an error without raising it.
         """
         is_elsewhere = self.device.type != "cpu"
-        if self.is_cut() or (is_elsewhere and any(has_failed(group, self.device) for group in self.all_groups)):
-            raise WorldCutError("the world was cut while its ranks talked: what arrived is not used")
+        if self.is_aborted() or (is_elsewhere and any(has_failed(group, self.device) for group in self.all_groups)):
+            raise WorldAbortedError("the world was aborted while its ranks communicated: what arrived is not used")
 
     def close(self) -> None:
         """Destroy the groups built here; the dense one, torch's default group, is destroyed by its creator."""

@@ -51,7 +51,7 @@ def all_gather_counts(counts_E: Tensor, world: World) -> Tensor:
     """Every rank's counts, [N, E] int64, on the host; the one extra collective of a layer.
 
     Raises:
-        WorldCutError: the world was aborted, so the counts are not valid.
+        WorldAbortedError: the world was aborted, so the counts are not valid.
     """
     if world.size == 1:
         return counts_E.unsqueeze(0).cpu()

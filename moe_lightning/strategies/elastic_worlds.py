@@ -42,7 +42,7 @@ from moe_lightning.elastic.faults import (
 )
 from moe_lightning.elastic.membership import Members, Membership
 from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
-from moe_lightning.errors import ConfigurationError, StateDamagedError, WorldCutError
+from moe_lightning.errors import ConfigurationError, StateDamagedError, WorldAbortedError
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, any_says
@@ -600,7 +600,7 @@ class ElasticWorlds:
 
         Raises:
             Preempted: the others are in a later fit than this process.
-            WorldCutError: others are in an earlier one, and leave this world.
+            WorldAbortedError: others are in an earlier one, and leave this world.
         """
         last, reason = max(fits), "a process has joined that is in an earlier fit of the script"
         if self._fits < last:
@@ -608,4 +608,4 @@ class ElasticWorlds:
             self.engine.withdraw_if_early()
             raise Preempted("the others are in a later fit of the script, which a process that starts it cannot join")
         if min(fits) < last:
-            raise WorldCutError(reason)
+            raise WorldAbortedError(reason)

@@ -421,7 +421,7 @@ class ExpertParallelStrategy(DDPStrategy):
         if self.world_size == 1 or self.is_left_alone:  # torch may still know those it trained among before
             return World.single(self.root_device)
         world = World.before_setup(self.root_device)
-        return replace(world, is_cut=self.world.is_cut) if self.worlds.is_joined else world
+        return replace(world, is_aborted=self.world.is_aborted) if self.worlds.is_joined else world
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:

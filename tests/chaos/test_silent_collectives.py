@@ -36,7 +36,7 @@ class Silent(pl.Callback):
         strategy: Any = trainer.strategy
 
         def until_cut() -> None:
-            wait_until(strategy.world.is_cut, "nobody cut the world of a dead rank")
+            wait_until(strategy.world.is_aborted, "nobody aborted the world of a dead rank")
 
         for name in COLLECTIVES:
             if hasattr(dist, name):  # some torch have others

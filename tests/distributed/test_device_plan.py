@@ -68,7 +68,7 @@ def test_every_assignment_is_computed_exactly_once(world_size: int, cases: int) 
 def refusals(rank: int, world_size: int) -> list[str]:
     world = connect()
     whole, place = [tuple(range(world_size))], uniform_placement(4, world_size)
-    elastic = World(rank=rank, size=world_size, device=world.device, compute=world.compute, is_cut=lambda: False)
+    elastic = World(rank=rank, size=world_size, device=world.device, compute=world.compute, is_aborted=lambda: False)
     on_device: dict[str, Any] = {"plan_on": "device"}
     dispatcher = Dispatcher(place, world, whole, **on_device)
     x_TD, ids_TK, counts_E = torch.zeros(2, 3), torch.tensor([[0], [1]]), torch.tensor([1, 1, 0, 0])

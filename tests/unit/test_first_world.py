@@ -22,7 +22,7 @@ from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.elastic.worker import Preempted
-from moe_lightning.errors import ConfigurationError, WorldCutError
+from moe_lightning.errors import ConfigurationError, WorldAbortedError
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies import elastic_worlds
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds, RecoveryPolicy, Standing, first_world
@@ -189,7 +189,7 @@ def test_who_restores_before_its_first_step(
     assert (found, alone.standing) == (standings, Standing.MEMBER)
 
 
-@pytest.mark.parametrize(("fits", "error"), [((2, 2), None), ((1, 2), Preempted), ((3, 2), WorldCutError)])
+@pytest.mark.parametrize(("fits", "error"), [((2, 2), None), ((1, 2), Preempted), ((3, 2), WorldAbortedError)])
 def test_a_process_that_starts_a_script_anew_joins_no_later_fit(
     monkeypatch: pytest.MonkeyPatch, fits: tuple[int, int], error: type[Exception] | None
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_process_that_starts_a_script_anew_joins_no_later_fit(
     monkeypatch.setattr(elastic, "_recovery", MagicMock(**{"recover.side_effect": Planned}))
     with pytest.raises(error or Planned) as raised:
         elastic._join_and_transfer(MagicMock())
-    assert is_world_fault(raised.value, None) == (error is WorldCutError)
+    assert is_world_fault(raised.value, None) == (error is WorldAbortedError)
     assert engine.withdraw_if_early.called == (error is Preempted)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from moe_lightning.compat import private_torch
-from moe_lightning.errors import WorldCutError
+from moe_lightning.errors import WorldAbortedError
 from moe_lightning.parallel import context
 from moe_lightning.parallel.abort import GroupAborter
 from moe_lightning.parallel.context import World
@@ -127,14 +127,14 @@ def test_an_error_that_nccl_notes_without_a_word_is_heard(error: Error) -> None:
     if error is Error.SUCCESS:
         world.require_whole()
         return
-    with pytest.raises(WorldCutError, match="the world was cut while its ranks talked"):
+    with pytest.raises(WorldAbortedError, match="the world was aborted while its ranks communicated"):
         world.require_whole()
 
 
 def test_nothing_is_read_in_a_world_that_was_cut() -> None:
-    world = World(rank=0, size=2, device=torch.device("cpu"), is_cut=lambda: True)
+    world = World(rank=0, size=2, device=torch.device("cpu"), is_aborted=lambda: True)
     for read in (lambda: world.read(torch.ones(2)), world.synchronize):
-        with pytest.raises(WorldCutError):
+        with pytest.raises(WorldAbortedError):
             read()
     assert World.single().read(torch.ones(2)).tolist() == [1.0, 1.0]
 
@@ -142,6 +142,6 @@ def test_nothing_is_read_in_a_world_that_was_cut() -> None:
 def test_no_decision_of_ranks_is_taken_in_a_world_that_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ExpertParallelStrategy(parallel_devices=[CPU], cluster_environment=LightningEnvironment())
     monkeypatch.setattr(ExpertParallelStrategy, "world_size", 2)
-    strategy.worlds.set_present(World(rank=0, size=2, device=CPU, is_cut=lambda: True))
-    with pytest.raises(WorldCutError):
+    strategy.worlds.set_present(World(rank=0, size=2, device=CPU, is_aborted=lambda: True))
+    with pytest.raises(WorldAbortedError):
         strategy.reduce_boolean_decision(True, all=False)

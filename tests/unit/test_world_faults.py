@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_lightning import parallel
 from moe_lightning.elastic.faults import explain, is_world_fault, reason_of, release_frames
 from moe_lightning.elastic.worker import PeerFailed, RunFinished
-from moe_lightning.errors import ConfigurationError, WorldCutError
+from moe_lightning.errors import ConfigurationError, WorldAbortedError
 from moe_lightning.strategies import failures
 
 COLLECTIVE, OURS, USERS = str(dist.__file__), str(parallel.__file__), "/home/user/train.py"
@@ -51,7 +51,7 @@ GLOO = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
         (raised(ValueError("The process group is not registered"), COLLECTIVE), None, True),
         (dist.DistBackendError("NCCL communicator was aborted"), None, True),
         (dist.DistNetworkError("Socket Timeout"), None, True),
-        (WorldCutError("cut"), None, True),
+        (WorldAbortedError("aborted"), None, True),
         (raised(TimeoutError("only 1 of 2 ranks came"), OURS), None, True),
         (raised(RuntimeError("shape mismatch"), COLLECTIVE), None, False),
         (raised(KeyError("Connection closed by peer"), COLLECTIVE), None, False),
