@@ -104,7 +104,7 @@ class ContextParallel:
         self._sharers, self._length = sharers, length
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if sequences are sharded in the running step."""
         return self._sharers is not None
 
@@ -118,7 +118,7 @@ class ContextParallel:
         Raises:
             ConfigurationError: `length` is not the part that the batch was cut into.
         """
-        if self.is_cut and length != self._length:
+        if self.is_sharded and length != self._length:
             raise ConfigurationError(
                 f"attention got {length} positions, but mesh.cp={self._parts} has cut the batch into parts of "
                 f"{self._length}: a step must not add or drop positions, so shift targets in the dataset"

@@ -32,7 +32,7 @@ from moe_lightning.state.pieces import (
     parse_dense_key,
     parse_expert_key,
 )
-from moe_lightning.state.tensors import blocks_of, cut_of, frozen_base, home_of_moments, is_cut, local, whole_shape
+from moe_lightning.state.tensors import blocks_of, cut_of, frozen_base, home_of_moments, is_sharded, local, whole_shape
 
 Groups = Sequence[Sequence[nn.Parameter]]
 """The parameters of an optimizer's param_groups before any sharding."""
@@ -207,7 +207,7 @@ class State:
         found = {
             f"dense/{name}/{scope}": (
                 dtype_name(tensor),
-                tuple(whole_shape(parameter) if is_cut(parameter) else tensor.shape),
+                tuple(whole_shape(parameter) if is_sharded(parameter) else tensor.shape),
             )
             for name, parameter in self.dense.items()
             for scope, tensor in self.moments(parameter).items()
@@ -284,7 +284,7 @@ class State:
                 name, scope = parse_dense_key(key)
                 weights = [f"dense/{name}/{weight}" for weight in WEIGHTS]
                 parameter = self.dense.get(name)
-                shape = shape if parameter is None or not is_cut(parameter) else local(parameter).shape
+                shape = shape if parameter is None or not is_sharded(parameter) else local(parameter).shape
             if scope == AVERAGE and self.averages is None:
                 continue
             if parameter is not None and scope not in WEIGHTS:

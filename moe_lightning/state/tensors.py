@@ -40,7 +40,7 @@ def cut_of(tensor: object) -> TensorCut | None:
     return known
 
 
-def is_cut(tensor: object) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Return True if this rank holds only a part of it."""
     return isinstance(tensor, DTensor) or hasattr(tensor, _CUT)
 

@@ -47,7 +47,7 @@ from moe_lightning.state.tensors import (
     blocks_of,
     cut_of,
     cuts_of,
-    is_cut,
+    is_sharded,
     local,
     mark,
     part_of_whole,
@@ -59,7 +59,7 @@ from moe_lightning.state.transfer import Unit, Units, install, reshard, without_
 from moe_lightning.strategies.checks import identical_buffers
 from moe_lightning.strategies.dense_sharding import DENSE_SHARDINGS, DenseSharding, ReplicatedDense, has_owners
 from moe_lightning.strategies.fsdp import (
-    is_sharded,
+    is_fully_sharded,
     materialise,
     replace_parameters,
     reshard_units,
@@ -106,14 +106,14 @@ class DenseParts:
         return self._in_rows or self._tensors > 1
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if this rank holds parts of parameters only."""
-        return any(is_cut(parameter) for parameter in self._state.module.parameters())
+        return any(is_sharded(parameter) for parameter in self._state.module.parameters())
 
     @property
     def is_in_rows(self) -> bool:
         """True if this rank holds rows of parameters."""
-        return self._in_rows and is_sharded(self._state.module)
+        return self._in_rows and is_fully_sharded(self._state.module)
 
     @property
     def layers_are_cut(self) -> bool:
@@ -216,7 +216,7 @@ class DenseParts:
         if self.is_in_rows:
             return
         dense = self._state.training_state().dense.values()
-        replicated = (parameter.detach() for parameter in dense if not is_cut(parameter))
+        replicated = (parameter.detach() for parameter in dense if not is_sharded(parameter))
         for tensor in (*replicated, *self._state.module.buffers()):
             broadcast_(tensor, 0, world)
         self._shard(world)
@@ -247,7 +247,7 @@ class DenseParts:
         """Give every rank whole parameters, unless they take more than this on some rank; collective if they are cut.
         True if this was done.
         """
-        if not self.is_cut:
+        if not self.is_sharded:
             return False
         self._state.before_reading()
         if not _fits_every_rank(self._state.training_state().dense.values(), most_bytes, world):
@@ -331,7 +331,7 @@ class DenseParts:
         if self.is_in_rows and self._state.module.trainer.interrupted:
             self.leave_world()
             dense = self._state.training_state().dense
-            if all(is_cut(dense[name]) for name in self.ways()):  # a hook that failed may have replaced some
+            if all(is_sharded(dense[name]) for name in self.ways()):  # a hook that failed may have replaced some
                 self.install(self.held(), world)
 
     # ------------------------------------------------------------------ from world to world
@@ -624,7 +624,7 @@ class DenseShards:
         part, dense = self._parts.cut.part, dict(self._state.module.named_parameters())
         for name, owner in owners.items():
             if owner == self._rank:
-                tensor = part.tensor if is_cut(dense[name]) else None
+                tensor = part.tensor if is_sharded(dense[name]) else None
                 found[state_name(name, tensor)] = {
                     (f"{name}/moments", block): {
                         scope: value[here] if value.shape == dense[name].shape else value

@@ -19,7 +19,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World, broadcast_, in_buckets
 from moe_lightning.parallel.mesh import Groups, hybrid_shard_size, shard_groups
 from moe_lightning.registry import Registry
-from moe_lightning.state.tensors import is_cut
+from moe_lightning.state.tensors import is_sharded
 
 
 class DenseSharding(Protocol):
@@ -121,7 +121,7 @@ class DenseOptimizerShards:
         self._twins = world.row_cut.holders[world.row_cut.index]  # of the same parts
         self.owners: Mapping[nn.Parameter, int] = {}
         for is_part in (False, True):
-            chosen = [p for p in parameters if is_cut(p) == is_part]
+            chosen = [p for p in parameters if is_sharded(p) == is_part]
             holders = self._twins if is_part else range(world.size)
             places = longest_processing_time([p.numel() for p in chosen], len(holders))
             self.owners |= {p: holders[place] for p, place in zip(chosen, places, strict=True)}
@@ -133,7 +133,7 @@ class DenseOptimizerShards:
         """
         chosen = set(updated) if self._world.is_connected else set()
         for is_part in (False, True):
-            parameters = [p for p in self.owners if p in chosen and is_cut(p) == is_part]
+            parameters = [p for p in self.owners if p in chosen and is_sharded(p) == is_part]
             if is_part and "copy" not in self._world.groups:
                 continue  # no other rank has them
             for owner in range(self._world.size):

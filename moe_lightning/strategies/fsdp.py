@@ -126,7 +126,7 @@ def _gathers_ahead(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def is_sharded(module: nn.Module) -> bool:
+def is_fully_sharded(module: nn.Module) -> bool:
     """True if `fully_shard` was applied to a module."""
     return isinstance(module, FSDPModule)
 
@@ -207,7 +207,7 @@ class GatheringStep:
         self._registered: Callable[..., Any] = getattr(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._registered if is_sharded(self._module) else self.own)(*args, **kwargs)
+        return (self._registered if is_fully_sharded(self._module) else self.own)(*args, **kwargs)
 
 
 def replace_parameters(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:

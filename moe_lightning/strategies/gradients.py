@@ -25,7 +25,7 @@ from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_
 from moe_lightning.parallel.mesh import TensorCut
-from moe_lightning.state.tensors import cut_of, is_cut, local
+from moe_lightning.state.tensors import cut_of, is_sharded, local
 from moe_lightning.strategies.dummy_batches import LIBRARIES
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
@@ -192,7 +192,7 @@ class Gradients:
         parameters = [p for p in self._state.module.parameters() if p.requires_grad]
         own = {_memory_of(p.grad) for p in parameters if p.grad is not None}
         among = own & {_memory_of(gradient) for gradient in gradients}
-        is_spread = world.pipe.size > 1 or any(p in stack_of or is_cut(p) for p in parameters)
+        is_spread = world.pipe.size > 1 or any(p in stack_of or is_sharded(p) for p in parameters)
         if world.size == 1 or not is_spread or (gradients and not among):
             return gradients
         if order != 2.0:
@@ -324,7 +324,7 @@ def _norms_of_replicas(
         if stack is not None:
             if stack.placement.is_replicated and parameter.requires_grad:
                 of_experts.append(_norms_of_experts(gradient, stack, stack.held(), -torch.inf, world.device))
-        elif gradient is not None and gradient.layout is torch.strided and not is_cut(parameter):
+        elif gradient is not None and gradient.layout is torch.strided and not is_sharded(parameter):
             dense.append(norm_of(gradient))
     norm = torch.stack(dense).norm() if dense else torch.zeros((), device=world.device)
     return torch.cat([norm[None], *of_experts]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -23,7 +23,7 @@ from torch.optim import LBFGS, Optimizer
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.table import require_row_each
-from moe_lightning.state.tensors import is_cut, local
+from moe_lightning.state.tensors import is_sharded, local
 
 _STEPS = 6
 _FIRST_WEIGHTS = 1e-3
@@ -88,7 +88,7 @@ def require_updates_by_row(optimizers: Sequence[Optimizer]) -> None:
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            cut = [p for p in group["params"] if is_cut(p) and not p.is_meta]  # those are in other stages
+            cut = [p for p in group["params"] if is_sharded(p) and not p.is_meta]  # those are in other stages
             kinds = {local(p).dtype: nn.Parameter(local(p).detach()) for p in cut}
             for block in kinds.values():
                 if not _are_alike(_tried(optimizer, group, block, _ROWS), rtol=1e-3):

@@ -31,10 +31,10 @@ from moe_lightning.moe.layer import LayerStatistics, MoELayer
 from moe_lightning.parallel.collectives import broadcast_object
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import STAGES_PER_RANK, ScheduleName
-from moe_lightning.state.tensors import is_cut
+from moe_lightning.state.tensors import is_sharded
 from moe_lightning.strategies.dense_parameters import sum_gradients
 from moe_lightning.strategies.dummy_batches import without_traces, without_updates
-from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_sharded
+from moe_lightning.strategies.fsdp import GatheringStep, gathered, is_fully_sharded
 from moe_lightning.strategies.stages import Left, StageCut
 from moe_lightning.strategies.steps import Context, Steps, add_gradients
 from moe_lightning.strategies.train_state import TrainState
@@ -368,9 +368,9 @@ class Pipeline:
         """
         add_gradients(self._gradients)
         self._gradients = {}
-        if not self._steps.is_blocked and self._world.stage.size > 1 and not is_sharded(self._module):
+        if not self._steps.is_blocked and self._world.stage.size > 1 and not is_fully_sharded(self._module):
             experts = self._state.experts.stack_of
-            dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_cut(p)]
+            dense = [p for p in self._module.parameters() if p.requires_grad and p not in experts and not is_sharded(p)]
             sum_gradients(dense, partial(all_reduce_, world=self._world.stage), self._world.device)
 
     def forget_step(self) -> None:
@@ -383,7 +383,7 @@ class Pipeline:
         """Broadcast the dense values of the first rank of the stage, in their precision by now; collective."""
         experts = self._state.experts.stack_of
         for tensor in [*self._module.parameters(), *self._module.buffers()]:
-            if tensor not in experts and not is_cut(tensor):
+            if tensor not in experts and not is_sharded(tensor):
                 broadcast_(tensor.detach(), 0, self._world.stage)
 
     # ------------------------------------------------------------------ a batch
@@ -400,7 +400,7 @@ class Pipeline:
         calls = [(part, *arguments[1:]) for part in parts]
         run = _Run(step, context, calls, batch.pieces, metrics, is_training=backward)
         generators = preserved_generators(self._world.device), OwnGenerators(0)
-        with generators[0], generators[1], gathered(module) if is_sharded(module) else nullcontext():
+        with generators[0], generators[1], gathered(module) if is_fully_sharded(module) else nullcontext():
             pipe, self._wire, is_new = self._pipe(run)
             self._run = run
             try:

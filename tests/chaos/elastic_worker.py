@@ -30,7 +30,7 @@ from moe_lightning.callbacks.fault_recovery import FaultRecovery
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.parallel import exchange, sequence
-from moe_lightning.state.tensors import is_cut, local
+from moe_lightning.state.tensors import is_sharded, local
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
 from moe_lightning.strategies.recovery import RecoveryPlanner
@@ -290,7 +290,7 @@ def state_digests(strategy: ExpertParallelStrategy) -> dict[str, str]:
         for tensor in tensors:
             if stack is None:
                 unit = "dense" if strategy.state.stages.num_stages == 1 else f"dense {name}"
-                unit = f"{strategy.world.row_cut.part.name}{unit[5:]}" if is_cut(parameter) else unit
+                unit = f"{strategy.world.row_cut.part.name}{unit[5:]}" if is_sharded(parameter) else unit
                 hashes[unit].update(tensor.contiguous().cpu().numpy().tobytes())
                 continue
             for slot, expert in stack.held():

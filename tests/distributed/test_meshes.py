@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.parallel.tensor import PartedForward
-from moe_lightning.state.tensors import cut_of, is_cut, local
+from moe_lightning.state.tensors import cut_of, is_sharded, local
 from moe_lightning.strategies import expert_parallel
 from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES as KNOWN
@@ -256,7 +256,7 @@ def fit_twice(
     for _ in range(2):
         trainer = make_trainer(rank, world_size, strategy, max_steps=3)
         trainer.fit(module, loader, loader)
-        kinds.append(any(is_cut(p) or bool(cut_of(p)) for p in module.parameters()))
+        kinds.append(any(is_sharded(p) or bool(cut_of(p)) for p in module.parameters()))
         losses.append(float(trainer.validate(module, loader, verbose=False)[0]["val/loss"]))
     return kinds, hooks_of(module) - hooks, losses
 

@@ -100,7 +100,7 @@ def document_options(model: Any, positions_L: Tensor, begins_BL: Tensor) -> dict
     check_packing(model.config, positions_L.shape[-1])
     position_ids = positions_L - begins_BL
     found: dict[str, Any] = {"position_ids": position_ids}
-    if getattr(model, "context", None) is not None and model.context.is_cut:
+    if getattr(model, "context", None) is not None and model.context.is_sharded:
         return found | {_DOCUMENTS: begins_BL}
     if model.config.model_type == "gpt_oss":
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -128,7 +128,7 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[B, L, H, C], as transformers wants it; masks are those of causal attention, by global positions."""
-    if not module.context.is_cut:
+    if not module.context.is_sharded:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         whole: tuple[Tensor, None] = sdpa_attention_forward(

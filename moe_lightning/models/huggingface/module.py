@@ -337,7 +337,7 @@ class HuggingFaceModule(SupervisedModule):
             context = getattr(self.model, "context", None) or ContextParallel()
             first, length = context.first(inputs.shape[1]), inputs.shape[1]
             positions = torch.arange(first, first + length, device=inputs.device)[None]
-            if context.is_cut:
+            if context.is_sharded:
                 share_sequences(self.model)
                 options["position_ids"] = positions
             if begins is not None:
