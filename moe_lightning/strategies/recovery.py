@@ -378,7 +378,7 @@ class StateRecovery:
         if saved is not None or state.transfer.moves_optimizers:
             step.begin_overwriting()
         state.transfer.install(units, world)
-        state.transfer.reshard(plan.shards if plan.level == "live" else ())
+        state.transfer.move_moments(plan.shards if plan.level == "live" else ())
         restore_missing(state, plan, saved)
         state.after_writing()
         agree(world)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 
 
-def blocks_of(module: nn.Module, num_stages: int) -> nn.ModuleList:
+def find_blocks(module: nn.Module, num_stages: int) -> nn.ModuleList:
     """Return the longest of the outermost ModuleLists.
 
     Raises:
@@ -98,7 +98,7 @@ class StageCut:
     def __init__(self, module: nn.Module, stages: Sequence[int], num_stages: int) -> None:
         self.stages, self.num_stages = tuple(stages), num_stages
         self.module = module
-        self._list = blocks_of(module, num_stages) if num_stages > 1 else nn.ModuleList()
+        self._list = find_blocks(module, num_stages) if num_stages > 1 else nn.ModuleList()
         self._blocks = list(self._list)
         self.bounds = cut(len(self._blocks), num_stages)
         self._stage_of: dict[nn.Module, int] = {}

@@ -383,8 +383,8 @@ class StateTransfer:
 
     Ranks that leave on notice or become spares make `hand_over` with the others first. A recovery then calls, on all
     ranks of the next world and in this order: `names`, where live ranks have all `fetch`, `enter_world`, and once the
-    next world is the present one `install` and `reshard`. What this rank has for others is kept beside its parameters
-    from `hand_over` or `fetch` to `reshard`, because parameters may leave or change their parts.
+    next world is the present one `install` and `move_moments`. What this rank has for others is kept beside its
+    parameters from `hand_over` or `fetch` to `move_moments`, because parameters may leave or change their parts.
 
     Args:
         state: the state of this rank.
@@ -521,7 +521,7 @@ class StateTransfer:
 
     # ------------------------------------------------------------------ optimizer states that one rank has for others
 
-    def reshard(self, sources: Sequence[tuple[str, int]]) -> None:
+    def move_moments(self, sources: Sequence[tuple[str, int]]) -> None:
         """Give optimizer states to the ranks of the present world that have them for others; collective if they move.
 
         Args:
