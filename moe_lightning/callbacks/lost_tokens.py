@@ -158,14 +158,13 @@ class LostTokens:
         return self.checkpoint_ledger is not None or self._received is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """For a rank that joins a running world; empty before the first checkpoint."""
-        if self.checkpoint_ledger is None:
-            return {}
-        return {"checkpoint_ledger": self.checkpoint_ledger.state_dict(), "lost_plt": self._lost_plt}
+        """For a rank that joins a running world."""
+        ledger = None if self.checkpoint_ledger is None else self.checkpoint_ledger.state_dict()
+        return {"checkpoint_ledger": ledger, "lost_plt": self._lost_plt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Count on from the state of another rank at the next `begin`."""
-        self._received = state_dict.get("checkpoint_ledger")
+        """Drop all counts, and count on from the state of another rank at the next `begin`."""
+        self.checkpoint_ledger, self._received = None, state_dict.get("checkpoint_ledger")
         self.counts, self._lost_plt = TokenCounts(), state_dict.get("lost_plt", 0.0)
 
     def enter_world(self, stages: StageMap, world: World, *, has_rolled_back: bool) -> None:
@@ -175,7 +174,7 @@ class LostTokens:
             has_rolled_back: the run has gone back to saved state, which has its own counts: drop all.
         """
         if has_rolled_back:
-            self.checkpoint_ledger, self.counts, self._lost_plt = None, TokenCounts(), 0.0
+            self.load_state_dict({})
         recorded = None if self._received is None else self._received["processed"]
         if self.checkpoint_ledger is not None:
             recorded = self.checkpoint_ledger.processed
@@ -218,11 +217,11 @@ class LostTokens:
             self.checkpoint_ledger.reassign(owners)
 
     def restore(self, restored: CheckpointSource | None, world: World) -> None:
-        """Account for experts that came back older than the checkpoint; collective. Ranks that have joined since then
-        take the counts of another.
+        """Account for experts that the checkpoint has in older versions; collective. Ranks that joined later receive
+        the ledger of one that restored the checkpoint.
 
         Args:
-            restored: the checkpoint, on a rank that has restored it.
+            restored: the checkpoint that the state came from; None: from other ranks.
         """
         saved: dict[str, Any] | None = None
         if restored is not None and restored.keys("ledger"):

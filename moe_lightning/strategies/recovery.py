@@ -359,6 +359,8 @@ class StateRecovery:
         """Transfer the state of the plan's version to the ranks of the placements."""
         state, step = self._strategy.state, self._step
         state.abort_window_replay()
+        if plan.level == "live" and world.rank not in plan.live_ranks:
+            state.forget_restored()
         if world.rank in plan.apply_prepared:
             step.apply_prepared()
         saved = fetch_missing(self.planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)

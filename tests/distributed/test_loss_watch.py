@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -384,6 +385,35 @@ def test_a_rank_that_joins_after_a_return_to_a_checkpoint_counts_as_the_others_d
     first, joined = run_ranks(2, count_on)
     assert first == joined
     assert first["lost"] == [3]
+
+
+def counting(*counts: int) -> LostTokens:
+    """A rank that has recorded counts of four experts."""
+    lost = LostTokens(CheckpointSettings())
+    lost.checkpoint_ledger = ledger()
+    lost.checkpoint_ledger.record(np.array([counts]))
+    return lost
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_a_spare_that_is_promoted_counts_as_the_others_do(has_saved: bool) -> None:
+    spare, other = counting(9, 9, 9, 9), counting(1, 2, 3, 4) if has_saved else LostTokens(CheckpointSettings())
+    state: Any = SimpleNamespace(
+        owners=lambda: np.zeros((1, 4), dtype=np.int64), num_experts=4, num_layers=1, world_size=1
+    )
+    spare.load_state_dict(other.state_dict())
+    for each in (spare, other):
+        each.begin(pl.Trainer(max_steps=5, logger=False, enable_checkpointing=False), state, 1)
+    found = [each.checkpoint_ledger and each.checkpoint_ledger.processed.tolist() for each in (spare, other)]
+    assert found == [[[1, 2, 3, 4]] if has_saved else None] * 2
+
+
+def test_counts_that_a_rank_received_go_with_a_return_to_a_saved_step() -> None:
+    stages: Any = SimpleNamespace(layers=[MoELayer(8, 8, 4)], numbers=[0])
+    joined = LostTokens(CheckpointSettings())
+    joined.load_state_dict(counting(1, 2, 3, 4).state_dict())
+    joined.enter_world(stages, World.single(), has_rolled_back=True)
+    assert not joined.has_begun
 
 
 def test_a_skipped_update_is_not_the_last_of_a_batch_under_manual_optimization() -> None:

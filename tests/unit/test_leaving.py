@@ -153,6 +153,15 @@ def test_a_rank_whose_values_a_fault_left_half_overwritten_does_not_offer_them(
     assert step.is_torn is is_torn
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_joins_forgets_the_checkpoint_that_it_has_read(fails_in: Callable[..., None], rank: int) -> None:
+    fails_in("fetch_dense", lost := dist.DistNetworkError("rank 2 died"))
+    own, _ = recovering()
+    with pytest.raises(type(lost)):
+        own._move(SimpleNamespace(**LIVE), None, offline(rank, 3), is_newcomer=rank == 1)
+    assert own._strategy.state.forget_restored.called is (rank == 1)
+
+
 def test_a_second_plan_of_a_recovery_makes_no_update_again(fails_in: Callable[..., None]) -> None:
     """Snapshots of the first one were damaged."""
     fails_in("fetch_missing", DamagedSnapshots([("a", "arena", 0, 1)]))
