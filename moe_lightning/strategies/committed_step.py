@@ -45,7 +45,8 @@ class FitProgress:
         epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
         went_back: the run has gone back to this step, and made no other since.
-        is_adopted: this rank has this step from another rank or a checkpoint, and has made no other since.
+        is_adopted: True if this rank, or one that it has finished the step with, has it from another rank or a
+            checkpoint, and has made no other since.
     """
 
     step: int
@@ -326,8 +327,8 @@ class CommittedStep:
         restore              ElasticWorlds    `trainer.global_step` and the rest of the fit loop are, too
         finish               ElasticWorlds    what was left or due is done; `ended` follows by `end_batch`
 
-    A rank whose memory was damaged calls `begin_overwriting` before all these, one that saves before its world ends
-    `restore`.
+    Two calls come earlier as well: `begin_overwriting` on a rank whose memory was damaged, and `restore` before a save
+    at the end of a world.
 
     Args:
         state: of this rank.
@@ -441,7 +442,8 @@ class CommittedStep:
 
     def receive(self, plan: RecoveryPlan, world: World) -> None:
         """Take the version of a plan, and the fit loop's progress there from a rank or the checkpoint that has it;
-        collective. Flags of the progress hold until the next step: in the plan of a second fault all ranks may be live.
+        collective. Flags of the progress hold until the next step, because the plan of a second fault does not know who
+        joined before it.
         """
         self.version, trainer = plan.resumes_at, self._state.trainer
         private_lightning.share_folders(trainer, lambda folders: broadcast_object(folders, 0, world))
@@ -471,6 +473,7 @@ class CommittedStep:
         kept, made_steps = self.progress, not self.is_first
         assert kept is not None, "it was restored"
         (some_adopted,) = any_says([kept.is_adopted], world)
+        kept = self.progress = replace(kept, is_adopted=some_adopted)  # ranks act on it, also if a fault comes now
         ran = self.batch.finish(self.version, world, made_steps=made_steps, with_newcomers=some_adopted)
         if ran and self.progress is not None:  # what others have still to do follows here, too
             self.progress = replace(

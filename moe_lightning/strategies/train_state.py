@@ -352,7 +352,7 @@ class TrainState:
                 self.restored.release()
 
     def forget_restored(self) -> None:
-        """Forget what a former fit was resumed from."""
+        """Forget the checkpoint that the state came from: it comes from elsewhere now, or another fit begins."""
         self.restored = self.window_replay = None
 
     def abort_window_replay(self) -> None:
@@ -382,9 +382,9 @@ class StateTransfer:
     everything has arrived it holds its former stages and the new ones.
 
     Ranks that leave on notice or become spares make `hand_over` with the others first. A recovery then calls, on all
-    ranks of the next world and in this order: `names`, where live ranks have all `fetch`, `enter_world`, and once the
-    next world is the present one `install` and `move_moments`. What this rank has for others is kept beside its
-    parameters from `hand_over` or `fetch` to `move_moments`, because parameters may leave or change their parts.
+    ranks of the next world and in this order: `names`, `fetch` (only if live ranks have all state), `enter_world`, and
+    once the next world is the present one `install` and `move_moments`. What this rank has for others is kept beside
+    its parameters from `hand_over` or `fetch` to `move_moments`, because parameters may leave or change their parts.
 
     Args:
         state: the state of this rank.
