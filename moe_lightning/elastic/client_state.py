@@ -120,7 +120,8 @@ class ClientState:
         self._finishes = _Finishes()
         self._waiting_since: float | None = None  # newcomers wait
         self._next_beat = 0.0
-        self._progress_at_return = -1  # to the host, though nodes that it did not reach had not answered
+        self._dead_link: str | None = None  # this process has returned though it is not healed, and made no step since
+        self._has_failed_to_return = False
         birth_ns = task.now_ns if task.birth_ns is None else task.birth_ns
         self.member_id = new_member_id(task.node, task.token, birth_ns)
         self.world: JoinedWorld | None = None
@@ -137,6 +138,7 @@ class ClientState:
         """Leave the world, and wait for the next one."""
         if self.guarded is not None:
             self.guarded.is_left = True
+        self._has_failed_to_return = self._dead_link is not None and not is_spare
         self._join.is_waiting = True
         self._join.is_ready = is_ready
         if self.eviction is None:
@@ -162,15 +164,14 @@ class ClientState:
         """Raise if a join that started then has been waiting for too long.
 
         After an eviction for dead links this process returns once all the same: the nodes behind them may have ended or
-        been started again, at endpoints that the host knows. It raises if it is evicted again before its next step.
+        been started again, at endpoints that the host knows. It raises if it leaves that world before its next step:
+        each further world would break as well, perhaps by errors of this process that come before any probe.
         """
         settings, eviction = self._task.settings, self.eviction
+        if self._has_failed_to_return:
+            raise ConfigurationError(f"{self._dead_link}: repair it, then give the same command again, which resumes")
         if eviction is not None and now - eviction.at > settings.rendezvous_timeout_s:
-            if self._progress_at_return == self.progress:
-                raise ConfigurationError(
-                    f"{eviction.reason}: repair it, then give the same command again, which resumes"
-                )
-            self._progress_at_return = self.progress
+            self._dead_link = eviction.reason
             self.end_probes()
         if now - started > settings.join_timeout_s and not self._waits_for_a_step:
             raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
@@ -209,6 +210,7 @@ class ClientState:
     def record_progress(self) -> None:
         """Record a step of training."""
         self.progress += 1
+        self._dead_link = None
 
     def finish(self) -> None:
         """Announce that the training is done."""
