@@ -96,6 +96,19 @@ class _Finishes:
 _LONGEST_REASON = 2000  # characters that the host keeps
 
 
+@dataclass
+class _Return:
+    """Return to the host of a process that was left out for a dead link, before its nodes have answered.
+
+    Attributes:
+        reason: of the eviction.
+        has_failed: the world that it led to broke before a step.
+    """
+
+    reason: str
+    has_failed: bool = False
+
+
 class ClientState:
     """State of one member. The owner sends `outbox`, aborts the groups of the worlds in `broken`, and clears both.
 
@@ -120,8 +133,7 @@ class ClientState:
         self._finishes = _Finishes()
         self._waiting_since: float | None = None  # newcomers wait
         self._next_beat = 0.0
-        self._dead_link: str | None = None  # this process has returned though it is not healed, and made no step since
-        self._has_failed_to_return = False
+        self._return: _Return | None = None  # though nodes did not answer, and no step was made since
         birth_ns = task.now_ns if task.birth_ns is None else task.birth_ns
         self.member_id = new_member_id(task.node, task.token, birth_ns)
         self.world: JoinedWorld | None = None
@@ -138,7 +150,8 @@ class ClientState:
         """Leave the world, and wait for the next one."""
         if self.guarded is not None:
             self.guarded.is_left = True
-        self._has_failed_to_return = self._dead_link is not None and not is_spare
+        if self._return is not None and not is_spare:
+            self._return.has_failed = True
         self._join.is_waiting = True
         self._join.is_ready = is_ready
         if self.eviction is None:
@@ -168,10 +181,11 @@ class ClientState:
         each further world would break as well, perhaps by errors of this process that come before any probe.
         """
         settings, eviction = self._task.settings, self.eviction
-        if self._has_failed_to_return:
-            raise ConfigurationError(f"{self._dead_link}: repair it, then give the same command again, which resumes")
+        if self._return is not None and self._return.has_failed:
+            reason = self._return.reason
+            raise ConfigurationError(f"{reason}: repair it, then give the same command again, which resumes")
         if eviction is not None and now - eviction.at > settings.rendezvous_timeout_s:
-            self._dead_link = eviction.reason
+            self._return = _Return(eviction.reason)
             self.end_probes()
         if now - started > settings.join_timeout_s and not self._waits_for_a_step:
             raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
@@ -210,7 +224,7 @@ class ClientState:
     def record_progress(self) -> None:
         """Record a step of training."""
         self.progress += 1
-        self._dead_link = None
+        self._return = None
 
     def finish(self) -> None:
         """Announce that the training is done."""
