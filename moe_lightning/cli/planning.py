@@ -328,7 +328,10 @@ def memory_refusal(run: PlannedRun, free: float, process: float = 0.0) -> str | 
     if memory.total <= free:
         return None
     needs = f"this run needs {format_bytes(memory.total + process)} a rank, {format_bytes(free + process)} are free"
-    cure = "no setting saves enough alone: use a smaller model or context, more machines, or several of docs/memory.md"
+    cure = (
+        "no setting saves enough alone: use a smaller model or model.context_length, more machines, or several of "
+        "docs/memory.md"
+    )
     for setting, changed in _cures(run):
         need = changed.memory().total
         if need <= free:

@@ -240,7 +240,7 @@ def test_a_refusal_is_one_line() -> None:
     assert " are free: use trainer.accumulate_grad_batches=" in sentence
     assert "check_memory=false starts it anyway" in sentence
     assert "\n" not in sentence
-    assert "no setting saves enough alone: use a smaller model or context" in memory_refusal(run, 1e6)
+    assert "no setting saves enough alone: use a smaller model or model.context_length" in memory_refusal(run, 1e6)
 
 
 def test_a_run_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
