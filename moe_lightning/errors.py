@@ -50,4 +50,4 @@ class ParityError(UserError, RuntimeError):
 
 
 class WorldAbortedError(ConnectionError):
-    """The present world was aborted while its ranks communicated: what arrived may be of no rank."""
+    """The present world was aborted while its ranks communicated: what arrived is not used."""

@@ -38,8 +38,9 @@ class Leftovers:
         self._ports = listening()
 
     def wait_for_none(self) -> list[str]:
-        """What is still there after some patience, one line each; processes are killed and snapshots deleted, or later
-        modules would be blamed for them."""
+        """Return a line for each thing that is still there after some patience; end these processes and delete these
+        snapshots, or later modules would be blamed for them.
+        """
         deadline = time.monotonic() + _PATIENCE_S
         while (found := self._found()) and time.monotonic() < deadline:
             gc.collect()  # sockets that only a cycle holds

@@ -1,4 +1,4 @@
-"""What a module leaves behind is named once, and not laid to the next one."""
+"""Leftovers of a module are named once: the next module is not blamed for them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_an_error_that_nccl_notes_without_a_word_is_heard(error: Error) -> None:
         world.require_whole()
 
 
-def test_nothing_is_read_in_a_world_that_was_cut() -> None:
+def test_nothing_is_read_in_an_aborted_world() -> None:
     world = World(rank=0, size=2, device=torch.device("cpu"), is_aborted=lambda: True)
     for read in (lambda: world.read(torch.ones(2)), world.synchronize):
         with pytest.raises(WorldAbortedError):
@@ -139,7 +139,7 @@ def test_nothing_is_read_in_a_world_that_was_cut() -> None:
     assert World.single().read(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
-def test_no_decision_of_ranks_is_taken_in_a_world_that_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_decision_of_ranks_is_taken_in_an_aborted_world(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ExpertParallelStrategy(parallel_devices=[CPU], cluster_environment=LightningEnvironment())
     monkeypatch.setattr(ExpertParallelStrategy, "world_size", 2)
     strategy.worlds.set_present(World(rank=0, size=2, device=CPU, is_aborted=lambda: True))
