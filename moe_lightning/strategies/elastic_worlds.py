@@ -358,6 +358,7 @@ class ElasticWorlds:
         self._recovery.begin_fit(policy.sources)
         set_up_data(self._state.trainer)
         self.step.begin_fit()
+        self.change_is_due = False  # one that was agreed in the last step of the fit before
         self._fits += 1
         fault: Exception | None = None
         while True:

@@ -153,6 +153,18 @@ def test_a_second_fit_of_a_restarted_process_is_trained(
     assert (fits, found) == (["done"], [False] * faults)
 
 
+def test_a_change_that_is_agreed_in_the_last_step_of_a_fit_is_not_of_the_next(alone: Any) -> None:
+    found: list[bool] = []
+
+    def fit() -> None:
+        found.append(alone.change_is_due)
+        alone.change_is_due = True
+
+    for _ in range(2):
+        alone.run(RecoveryPolicy(), fit)
+    assert found == [False, False]
+
+
 @pytest.mark.parametrize(
     ("starts", "fails", "version", "standings"),
     [
