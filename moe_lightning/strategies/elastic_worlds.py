@@ -124,8 +124,8 @@ class RepeatedFaults:
             raise ConfigurationError(f"the run has recovered {limit} times, the limit of max_recoveries: {reason}")
 
     def add(self, fault: BaseException | None, step: int, reason: str | None) -> None:
-        """Count a fault in the step after this one. An error that no connection has caused is shown: a recovery would
-        hide it.
+        """Count a fault in the step after this one, or in a recovery to it. An error that no connection has caused is
+        shown: a recovery would hide it.
 
         Args:
             reason: for which the world is broken.
@@ -138,7 +138,12 @@ class RepeatedFaults:
         self._last, self._count = signature, self._count + 1 if is_known else 1
         if not is_known and not is_network_fault(fault):
             logger.warning("taken for a consequence of a broken world (%s)", reason, exc_info=fault)
-        self._details = "".join(traceback.format_exception(fault)) if self._count >= _MOST_REPEATS else ""
+        self._details = "".join(traceback.format_exception(fault)) if self.is_repeated else ""
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if the last fault came too often in a row."""
+        return self._count >= _MOST_REPEATS
 
     def check(self, lost_ranks: Sequence[int], step: int, reason: str) -> None:
         """
@@ -147,7 +152,7 @@ class RepeatedFaults:
         """
         if lost_ranks:
             self._count = 0
-        elif self._count >= _MOST_REPEATS:
+        elif self.is_repeated:
             raise PeerFailed(
                 f"the step after step {step} failed {_MOST_REPEATS} times in the same way, and no rank was "
                 f"lost: {reason}",
@@ -536,6 +541,10 @@ class ElasticWorlds:
             except Exception as error:
                 if not is_world_fault(error, self.engine.reason):
                     raise
+                if not is_network_fault(error):  # else a further rank is lost, perhaps one that had just joined
+                    self._faults.add(error, self.step.version, self.engine.reason)
+                    if self._faults.is_repeated:
+                        raise
                 fault, reason = error, self._reason(error)
                 release_frames(error)
         seconds = watch.seconds | {"total": time.perf_counter() - began}

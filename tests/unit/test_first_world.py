@@ -132,6 +132,38 @@ def test_a_rank_without_a_place_in_the_mesh_joins_as_spare(
     assert alone.is_newcomer is is_spare
 
 
+@pytest.mark.parametrize(("errors", "raised"), [(1, Preempted), (9, ValueError)], ids=["once", "always"])
+def test_an_error_in_a_recovery_is_shown(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, errors: int, raised: type[Exception]
+) -> None:
+    """The broken world may have caused it, unless it comes again in each attempt."""
+    alone.standing = Standing.MEMBER
+    monkeypatch.setattr(alone, "_require_members", MagicMock())
+    alone._strategy.leave_world = MagicMock(side_effect=[ValueError("the snapshot failed")] * errors + [None])
+    alone.engine.join.side_effect = Preempted("the host is gone")
+    with pytest.raises(raised):
+        alone._recover(dist.DistNetworkError("reset"))
+    (shown,) = [record for record in caplog.records if record.exc_info and "ValueError" in str(record.exc_info[0])]
+    assert "taken for a consequence of a broken world (a rank was lost)" in shown.getMessage()
+    assert "the snapshot failed" in caplog.text
+    assert alone._strategy.leave_world.call_count == (2 if errors == 1 else 3)
+
+
+def test_ranks_that_are_lost_in_a_recovery_do_not_count_against_its_step(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be processes that join, and die again and again."""
+    alone.standing, error = Standing.MEMBER, dist.DistNetworkError("reset")
+    members = SimpleNamespace(ids=("a", "b"))
+    plan, repair = MagicMock(stale=()), MagicMock()
+    join = MagicMock(side_effect=[error] * 5 + [(plan, repair)])
+    for name, value in (("_require_members", lambda: members), ("_join_and_transfer", join)):
+        monkeypatch.setattr(alone, name, value)
+    alone._strategy.leave_world = lambda: None
+    alone._recover(error)
+    assert join.call_count == 6
+
+
 @pytest.mark.parametrize("faults", [0, 1])
 def test_a_second_fit_of_a_restarted_process_is_trained(
     alone: Any, monkeypatch: pytest.MonkeyPatch, faults: int
