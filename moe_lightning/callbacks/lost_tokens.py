@@ -108,7 +108,10 @@ class TokenCounts:
 
     def join_stages(self, stages: StageMap) -> None:
         """Take those of other pipeline stages from their ranks; collective there."""
-        self.total = stages.counts_of_all(None if self.total is None else self.total[stages.numbers])
+        own = None
+        if self.total is not None:
+            own = self.total[torch.tensor(stages.numbers, dtype=torch.int64, device=self.total.device)]
+        self.total = stages.counts_of_all(own)
 
     def enter_world(self, recorded: IntArray | None, stages: StageMap, world: World) -> None:
         """Drop those of a step that is repeated, and take those that other ranks have seen: this one may have joined,

@@ -728,7 +728,7 @@ class StageMap:
         device, shape = self.world.device, (experts,) if own_LE is None else own_LE.shape[1:]
         all_LE = torch.zeros(len(self.layers), *shape, dtype=torch.int64, device=device)
         if own_LE is not None:
-            all_LE[self.numbers] = own_LE.to(device)
+            all_LE[torch.tensor(self.numbers, dtype=torch.int64, device=device)] = own_LE.to(device)
         all_reduce_(all_LE, self.pipe)
         return all_LE if bool(all_LE.any()) else None
 
