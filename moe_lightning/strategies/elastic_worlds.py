@@ -362,6 +362,7 @@ class ElasticWorlds:
         self._policy = policy
         self._recovery.begin_fit(policy.sources)
         set_up_data(self._state.trainer)
+        self._strategy.checkpoints.begin_training()  # before the step begins that a fault goes back to
         self.step.begin_fit()
         self.change_is_due = False  # one that was agreed in the last step of the fit before
         self._fits += 1

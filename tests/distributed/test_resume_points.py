@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,9 +17,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning import PartialExpertsCheckpoint
+from moe_lightning import FaultRecovery, PartialExpertsCheckpoint
+from moe_lightning.elastic.membership import MEMBERSHIPS, ElasticSettings, ElasticTask
 from tests.distributed.harness import run_ranks
+from tests.distributed.test_changes_of_worlds import PlannedMembership
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
+from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
 STEPS_OF_EPOCH = 8
@@ -423,6 +426,45 @@ def test_schedulers_follow_the_last_update(world_size: int, tmp_path: Path) -> N
         {"hook": hook, "batch": 3 + 4 * index, "saver": saver} for index, saver in enumerate(SAVERS) for hook in hooks
     ]
     assert_all_go_on(tmp_path, world_size, broken)
+
+
+class LosesTheWorld(Callback):
+    """Loses the first world in its first step; notes how often schedulers have stepped before each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        engine = trainer.strategy.elastic.engine
+        if engine.number == 0:
+            engine.reason = "a rank was lost"
+            raise torch.distributed.DistNetworkError(engine.reason)
+        self.seen.append(
+            (trainer.global_step, [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs])
+        )
+
+
+def resume_in_worlds(rank: int, world_size: int, saved: str) -> list[tuple[int, list[int]]]:
+    """Rank 0 resumes alone and loses its world; rank 1, which has read the same file, joins it in the next one."""
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.FileStore(str(Path.cwd() / "worlds"), -1)
+    MEMBERSHIPS.register("planned")(partial(PlannedMembership, ((0,), (0, 1)), store))
+    settings = ElasticSettings(build_timeout_s=PATIENCE_S, hang_timeout_s=2 * PATIENCE_S, membership="planned")
+    place: dict[str, Any] = {"node": f"node{rank}", "slot": rank, "expected": 1}
+    task = ElasticTask(address="none", secret_file="none", settings=settings, **place)
+    os.environ.update(task.to_environment())
+    loses = LosesTheWorld()
+    trainer = make_trainer(rank, world_size, callbacks=[loses, FaultRecovery()], max_epochs=EPOCHS)
+    trainer.fit(Breaking(None, 0), DataLoader(RandomTokens(6 * BATCHES), batch_size=6, shuffle=True), ckpt_path=saved)
+    return loses.seen
+
+
+def test_a_scheduler_that_was_behind_is_not_behind_in_the_next_world(tmp_path: Path) -> None:
+    """Nor ahead on a rank that joins."""
+    run_ranks(1, partial(fit_broken, folder=str(tmp_path), hook="lr_scheduler_step", batch=3))
+    for seen in run_ranks(2, resume_in_worlds, str(tmp_path / "saved.ckpt")):
+        assert seen[0][0] == 4
+        assert seen == [(step, [step, step]) for step, _ in seen]
 
 
 @pytest.mark.parametrize(("micros", "val_check"), [(2, 3), slow(1, 4)])
