@@ -359,6 +359,11 @@ class CommittedStep:
         return "in the first step of this process" if self.is_first else f"in the step after step {self.version}"
 
     @property
+    def is_whole(self) -> bool:
+        """True if all values are of the step; else other ranks must not take them."""
+        return not self.is_torn and self._state.window_replay is None
+
+    @property
     def is_restorable(self) -> bool:
         """True if this rank can restore its fit loop to the step."""
         return self.progress is None or self.version in (self.progress.step, self._state.trainer.global_step)

@@ -325,13 +325,14 @@ class StateRecovery:
         """
         state, step = self._strategy.state, self._step
         layers = state.stages.layers
-        counts = step.is_restorable and not (is_newcomer or step.is_torn or state.window_replay)
+        offers = step.is_whole and not is_newcomer
+        known = all_gather_json(step.version if offers and step.is_restorable else -1, world)
         own = inventory_of(
             state,
             rank=world.rank,
             node=node,
             version=step.version,
-            counts=counts,
+            counts=offers and step.version in known,  # the fit loop of a rank there is to be had
             is_prepared=step.prepared is not None and not state.shards.shares_optimizers,  # others' updates lack
         )
         inventories = [RankInventory.from_json(entry) for entry in all_gather_json(own.to_json(), world)]
@@ -358,17 +359,17 @@ class StateRecovery:
     def _move(self, plan: RecoveryPlan, repair: Repair, world: World, *, is_newcomer: bool) -> None:
         """Transfer the state of the plan's version to the ranks of the placements."""
         state, step = self._strategy.state, self._step
-        state.abort_window_replay()
-        if plan.level == "live" and world.rank not in plan.live_ranks:
-            state.forget_restored()
         if world.rank in plan.apply_prepared:
             step.apply_prepared()
         saved = fetch_missing(self.planner, plan, repair, world, is_trusted=self._strategy.checkpoints.reads_objects)
         step.forget_prepared()
         # Values of ranks that are not live are overwritten; another fault leaves those of live ranks as they were, or
         # whole in the new world, except where optimizer shards change hands or something is restored.
-        if plan.level != "live" or not (is_newcomer or world.rank in plan.live_ranks):
+        is_replaced = plan.level != "live" or world.rank not in plan.live_ranks
+        if is_replaced and not (is_newcomer and plan.level == "live"):
             step.begin_overwriting()
+        if is_replaced:
+            state.forget_restored()  # not before: until the window is repeated, its state is not whole
         units = fetch_dense(state, plan, world) if plan.level == "live" else {}
         state.transfer.enter_world(world, repair.placements, plan.held)
         self._strategy.set_present(world)  # from here on the new world is the present one

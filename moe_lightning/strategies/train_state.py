@@ -352,12 +352,10 @@ class TrainState:
                 self.restored.release()
 
     def forget_restored(self) -> None:
-        """Forget the checkpoint that the state came from: it comes from elsewhere now, or another fit begins."""
+        """Forget the checkpoint that the state came from, and steps that are repeated: the state comes from elsewhere
+        now, or another fit begins.
+        """
         self.restored = self.window_replay = None
-
-    def abort_window_replay(self) -> None:
-        """Forget the steps that are repeated: the state comes from elsewhere."""
-        self.window_replay = None
 
     def forget_update(self) -> None:
         """Drop the gradients and counts of an update that is left out, or of a former world."""

@@ -109,17 +109,45 @@ def fails_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let a move to a plan's state fail in a call, of which those before it find nothing."""
 
     def set_up(name: str, error: Exception) -> None:
-        for call, found in (("fetch_missing", None), ("fetch_dense", {}), ("restore_missing", None), ("agree", None)):
+        results = {"fetch_missing": None, "fetch_dense": {}, "restore_missing": None, "agree": None}
+        for call, found in (results | {"all_gather_json": [True]}).items():
             monkeypatch.setattr(recovery, call, MagicMock(return_value=found))
         monkeypatch.setattr(recovery, name, MagicMock(side_effect=error))
 
     return set_up
 
 
-def recovering() -> tuple[Any, CommittedStep]:
+def recovering(*, is_replaying: bool = False) -> tuple[Any, CommittedStep]:
     """The recovery of a rank, and its last step."""
-    step = CommittedStep(MagicMock())
-    return recovery.StateRecovery(MagicMock(), step), step
+    state = MagicMock(window_replay=object() if is_replaying else None)
+
+    def forget_restored() -> None:
+        state.window_replay = None
+
+    state.forget_restored.side_effect = forget_restored
+    step = CommittedStep(state)
+    return recovery.StateRecovery(MagicMock(state=state), step), step
+
+
+CALLS = {"live": ("fetch_missing", "fetch_dense", "restore_missing", "agree"), "memory": ("fetch_missing", "agree")}
+
+
+@pytest.mark.parametrize(("level", "call"), [(level, call) for level, calls in CALLS.items() for call in calls])
+@pytest.mark.parametrize(
+    ("rank", "is_replaying"), [(0, False), (1, False), (1, True)], ids=["live", "not live", "repeats a window"]
+)
+def test_a_fault_in_any_call_of_a_move_leaves_no_rank_whole_that_is_not(
+    fails_in: Callable[..., None], level: str, call: str, rank: int, is_replaying: bool
+) -> None:
+    """Values that nothing has replaced are whole, but not while a window is repeated, nor if that is broken off."""
+    fails_in(call, lost := dist.DistNetworkError("rank 2 died"))
+    own, step = recovering(is_replaying=is_replaying)
+    own._strategy.state.transfer.moves_optimizers = False
+    plan = SimpleNamespace(**LIVE | {"level": level}, held=None, nodes=())
+    with pytest.raises(type(lost)):
+        own._move(plan, MagicMock(), offline(rank, 3), is_newcomer=False)
+    is_kept = level == "live" and rank == 0
+    assert step.is_whole is (is_kept or (call == "fetch_missing" and not is_replaying))
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["whole", "optimizer states move"])
@@ -130,6 +158,26 @@ def test_a_rank_that_is_whole_in_the_new_world_offers_its_values(fails_in: Calla
     with pytest.raises(type(lost)):
         own._move(SimpleNamespace(**LIVE, held=None, nodes=()), MagicMock(), offline(0, 3), is_newcomer=False)
     assert step.is_torn is moves
+
+
+@pytest.mark.parametrize("other", [3, -1], ids=["there", "lost"])
+def test_a_rank_that_has_followed_an_update_is_live_while_the_progress_is_known(
+    other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It applied it in a recovery that another fault broke off; the rank that made the step has the fit loop there."""
+    own, step = recovering()
+    step.version, step.progress = 3, MagicMock(step=2)
+    told: list[Any] = []
+
+    def inventory_of(_: Any, *, counts: bool, **__: Any) -> Any:
+        told.append(counts)
+        raise InterruptedError
+
+    monkeypatch.setattr(recovery, "all_gather_json", lambda value, _: [value, other])
+    monkeypatch.setattr(recovery, "inventory_of", inventory_of)
+    with pytest.raises(InterruptedError):
+        own.recover(offline(0, 2), MagicMock(), node="a", is_newcomer=False, min_replicas=1)
+    assert told == [other == 3]
 
 
 def test_an_update_that_the_plan_does_not_apply_is_not_applied_later(fails_in: Callable[..., None]) -> None:
