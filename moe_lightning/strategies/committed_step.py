@@ -261,7 +261,7 @@ class UnfinishedBatch:
         is_made = is_prepared or not private_lightning.is_step_open(trainer)
         if left is not None and is_made and left.done < private_lightning.BatchEnd.num_parts(trainer):
             self._left = trainer.global_step + is_prepared, left
-        elif self._ended is not None:
+        elif self._left is None:  # else a fault in `finish` has left the rest of that
             self._left = self._ended
         self.running = self._ended = None
 
@@ -318,7 +318,7 @@ class CommittedStep:
 
     A recovery then makes these, to bring all ranks to one step:
 
-        keep_batch           ElasticWorlds    what the fault has left of the batch is kept; not in a second fault
+        keep_batch           ElasticWorlds    what the fault, or one in `finish` before it, has left of a batch is kept
         apply_prepared       StateRecovery    the update is made, and `version` follows, where other ranks have made it
         forget_prepared      StateRecovery    no `prepared`; an update that has begun leaves `is_torn`
         begin_overwriting    StateRecovery    `is_torn`, where values of this rank are replaced

@@ -14,7 +14,10 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import rank_zero_only
 
+from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_lightning import BatchEnd, use_own_methods, watch_batch_ends
+from moe_lightning.parallel.context import World
+from moe_lightning.strategies.committed_step import UnfinishedBatch
 
 ENDS: list[BatchEnd] = []
 """Ends of the batches that have begun, in their order."""
@@ -71,3 +74,33 @@ def test_hooks_of_rank_zero_are_known_where_an_object_alone_has_them() -> None:
     trainer: Any = SimpleNamespace(callbacks=[InParts(), logging], lightning_module=BoringModel())
     BatchEnd((None, torch.ones(1), 7), done=4).repeat_for_rank_zero(trainer)
     assert ran == [7]
+
+
+class Faulty(pl.Callback):
+    """Fails once in the end of a batch."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            raise ConnectionError
+
+
+def test_a_fault_in_hooks_that_were_left_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first fault came before the step was recorded, the second one after it and before the last hook."""
+    monkeypatch.setattr(private_lightning, "is_step_open", lambda _: False)
+    recording, faulty = LambdaCallback(on_train_batch_end=lambda *_: batch.record_end(0, None, None, 0)), Faulty()
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[recording, faulty], **options)
+    trainer.strategy.connect(BoringModel())
+    batch = UnfinishedBatch(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    batch.running = BatchEnd((None, None, 0), logged={})
+    batch.keep(is_prepared=False)
+    options = {"made_steps": True, "with_newcomers": False}
+    with pytest.raises(ConnectionError):
+        batch.finish(0, World.single(), **options)
+    batch.keep(is_prepared=False)
+    assert batch.finish(0, World.single(), **options)
+    assert faulty.calls == 2
