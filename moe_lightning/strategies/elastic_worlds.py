@@ -479,7 +479,7 @@ class ElasticWorlds:
         """Transfer the state that only leaving ranks hold to the others, before they leave on notice or because the
         mesh has no place for them. No rank returns, and so aborts the world, while another one still needs it for the
         transfer. Where values of some rank are not those of its step nobody leaves yet: who has them is planned first.
-        If all leave, they save.
+        If all leave, they save: in a world that the mesh fits, so those with a place there stay until then.
 
         Args:
             reason: why the world changes; who has met all others breaks it up with this.
@@ -492,25 +492,25 @@ class ElasticWorlds:
         """
         engine, worlds, timeout = self.engine, self._strategy.worlds, self._strategy.options.timeout
         world, notice = worlds.present, engine.notice or self._departure
-        num_placed = world.size - worlds.spares  # the last ranks leave until there are enough for a multiple
-        found = all_gather_json([notice, self.step.is_torn], world)
-        if any(is_torn for _, is_torn in found):
-            notice, num_placed, found = None, world.size, [[None, True]] * world.size
-        notices = [notice for notice, _ in found]
-        staying = [rank for rank, notice in enumerate(notices[:num_placed]) if notice is None]
+        found, everyone = all_gather_json([notice, self.step.is_torn], world), range(world.size)
+        willing: Sequence[int] = [rank for rank in everyone if found[rank][0] is None]
+        if not willing and worlds.spares:
+            willing = everyone
+        staying = everyone if any(is_torn for _, is_torn in found) else worlds.staying(willing)
         if 0 < len(staying) < world.size and world.is_connected:
             nodes = self._require_members().nodes
             self._state.transfer.hand_over(staying, world, nodes, min_replicas=self._policy.min_replicas)
-        elif not staying and not worlds.spares:
+        elif not staying:
             self._save()
         try:
             store_barrier(engine.store, "hand over", world.size, timeout.total_seconds())
         except (dist.DistError, TimeoutError):  # a faster rank has met all others, and has broken the world up
             if engine.reason != reason:
                 raise
-        if notice is not None:
+        leaves = world.rank not in staying
+        if leaves and notice is not None:
             raise Preempted(notice)
-        return world.rank >= num_placed
+        return leaves
 
     def _save(self) -> None:
         """Let callbacks save what they save at the end of a training, if all ranks have made steps; collective."""

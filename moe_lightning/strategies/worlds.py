@@ -208,8 +208,13 @@ class Worlds:
     @property
     def spares(self) -> int:
         """Number of the last ranks that leave the present world so that the axes divide the others."""
-        size, multiple = self.present.size, self.axes.num_ranks
-        return size % multiple if self.is_elastic and size > multiple else 0
+        return self.present.size - len(self.staying(range(self.present.size)))
+
+    def staying(self, willing: Sequence[int]) -> Sequence[int]:
+        """Return the ranks that make the next world, without others that may join: of those that can stay the first
+        that the axes divide, or all where they are too few to train, which keep the state.
+        """
+        return willing[: len(willing) // self.axes.num_ranks * self.axes.num_ranks] or willing
 
 
 class FixedWorld:

@@ -48,15 +48,17 @@ CHANGES = (1, 2)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of three worlds: to the processes of the first one others come, then some leave.
+    """A run of several worlds, by default three: to the processes of the first one others come, then some leave.
 
     Attributes:
         worlds: processes of each, in the order of ranks.
+        changes: steps after which they change.
         is_lost: those that leave are lost, instead of leaving on notice.
         strategy: its options.
     """
 
     worlds: tuple[tuple[int, ...], ...] = ((0, 1), (0, 1, 2), (1, 2))
+    changes: tuple[int, ...] = CHANGES
     is_lost: bool = False
     strategy: dict[str, Any] = field(default_factory=dict)
     recovery: dict[str, Any] = field(default_factory=dict)
@@ -155,23 +157,31 @@ class Changing(ExpertParallelCallback):
         elastic: Any = trainer.strategy.elastic  # type: ignore[attr-defined]
         engine: PlannedMembership = elastic.engine
         number, world = engine.number, self._run.worlds[engine.number]
-        due = [*CHANGES, STEPS + 1][number] - trainer.global_step
+        due = [*self._run.changes, STEPS + 1][number] - trainer.global_step
         loses = number == 1 and self._run.is_lost
-        leaves = due < 2 and engine.task.slot not in self._run.worlds[number + 1]
         if due == 1 and not loses:  # the ranks agree on it in the step that begins
-            engine.is_due, engine.notice = True, "it leaves" if leaves else None
+            self._announce(engine)
         elif due == 0:
             self.before[number] = values_of(trainer)
             if loses:
                 store_barrier(engine.store, "lose a rank", len(world), PATIENCE_S)
-                if leaves:
+                if self._leaves(engine):
                     raise Preempted("it is lost")
                 engine.reason = "a rank was lost"
                 raise dist.DistNetworkError(engine.reason)
 
     def on_recovered(self, trainer: pl.Trainer, *_: Any) -> None:
         elastic: Any = trainer.strategy.elastic  # type: ignore[attr-defined]
-        self.after[elastic.engine.number] = values_of(trainer)
+        engine: PlannedMembership = elastic.engine
+        self.after[engine.number] = values_of(trainer)
+        if trainer.global_step in self._run.changes[engine.number :]:  # this world makes no step
+            self._announce(engine)
+
+    def _announce(self, engine: PlannedMembership) -> None:
+        engine.is_due, engine.notice = True, "it leaves" if self._leaves(engine) else None
+
+    def _leaves(self, engine: PlannedMembership) -> bool:
+        return engine.task.slot not in self._run.worlds[engine.number + 1]
 
 
 @torch.no_grad()
@@ -235,6 +245,29 @@ def train_in_worlds(rank: int, world_size: int, runs: dict[str, Run]) -> dict[st
     return found
 
 
+def check_values(former: Values, kept: Sequence[Values], run: Run, world: int) -> None:
+    """Check that each value from before is on as many ranks of a world as shall have it.
+
+    Args:
+        kept: values of each rank of that world.
+        world: its number.
+    """
+    held = Counter[str]()
+    for values in kept:
+        for key, value in values.items():
+            held[key] += 1
+            np.testing.assert_array_equal(value, former[key], key)
+    mesh = run.strategy.get("mesh", {})
+    ranks = len(run.worlds[world]) // mesh.get("pp", 1)  # of a stage
+    for key in former:
+        is_expert, is_state = " of expert" in key, not key.endswith(("/weight", "/buffer"))
+        if run.strategy.get("dense") == "zero1" and is_state and not is_expert:
+            assert held[key] == 1, key
+        else:
+            copies = ranks // mesh.get("tp", 1) if " part " in key else ranks
+            assert held[key] >= (min(2, copies) if is_expert else copies), key
+
+
 @cache
 def trained(names: tuple[str, ...]) -> list[dict[str, Kept]]:
     """Train some runs in the same processes, whose first training takes as long as several others."""
@@ -245,19 +278,16 @@ def trained(names: tuple[str, ...]) -> list[dict[str, Kept]]:
 @pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOW)])
 def test_every_value_is_there_in_the_next_world(name: str, change: int) -> None:
     kept = [values[name] for values in trained(QUICK if name in QUICK else SLOW) if name in values]
-    former, held = dict[str, np.ndarray](), Counter[str]()
-    for before, _ in kept:
-        former |= before.get(change, {})
-    for _, after in kept:
-        for key, value in after.get(change + 1, {}).items():
-            held[key] += 1
-            np.testing.assert_array_equal(value, former[key], key)
-    mesh = RUNS[name].strategy.get("mesh", {})
-    ranks = len(RUNS[name].worlds[change + 1]) // mesh.get("pp", 1)  # of a stage
-    for key in former:
-        is_expert, is_state = " of expert" in key, not key.endswith(("/weight", "/buffer"))
-        if "zero1" in name and is_state and not is_expert:
-            assert held[key] == 1, key
-        else:
-            copies = ranks // mesh.get("tp", 1) if " part " in key else ranks
-            assert held[key] >= (min(2, copies) if is_expert else copies), key
+    former = {key: value for before, _ in kept for key, value in before.get(change, {}).items()}
+    check_values(former, [after.get(change + 1, {}) for _, after in kept], RUNS[name], change + 1)
+
+
+@pytest.mark.parametrize("dense", ["ddp", slow("zero1")])
+@pytest.mark.parametrize("axis", ["tp", slow("pp")])
+def test_a_rank_without_a_place_stays_for_those_that_leave(axis: str, dense: str) -> None:
+    """A third rank joins two, which leave then at once."""
+    options = {"mesh": {axis: 2}, "dense": dense} | ({"micro_batches": 2} if axis == "pp" else {})
+    run = Run(strategy=options, worlds=((0, 1), (0, 1, 2), (2,), (2, 3)), changes=(1, 1, 1))
+    kept = [values["left"] for values in run_ranks(4, train_in_worlds, {"left": run})]
+    former = {key: value for before, _ in kept for key, value in before.get(0, {}).items()}
+    check_values(former, [after.get(3, {}) for _, after in kept], run, 3)

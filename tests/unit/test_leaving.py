@@ -19,6 +19,7 @@ from moe_lightning.dispatch.placement import Placement, uniform_placement
 from moe_lightning.elastic.worker import Preempted
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
+from moe_lightning.parallel.mesh import MeshShape
 from moe_lightning.strategies import elastic_worlds, recovery, steps
 from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.placed_experts import PlacedExperts
@@ -31,11 +32,12 @@ def offline(rank: int, size: int) -> World:
     return World.offline(rank, size, torch.device("cpu"))
 
 
-def elastic(world: Any, *, spares: int = 0, **engine: Any) -> Any:
+def elastic(world: Any, *, tp: int = 1, **engine: Any) -> Any:
     """End of a rank of a world, around a strategy that is there for its worlds alone."""
     worlds: Any = elastic_worlds.ElasticWorlds.__new__(elastic_worlds.ElasticWorlds)
     worlds.engine, worlds._departure, worlds._state = MagicMock(**engine), None, MagicMock()
-    worlds._strategy = MagicMock(worlds=SimpleNamespace(present=world, spares=spares))
+    worlds._strategy = MagicMock(worlds=Worlds(MeshShape(tp=tp)))
+    worlds._strategy.worlds.set_present(world)
     worlds._strategy.options.timeout = timedelta(seconds=1)
     worlds.step = SimpleNamespace(is_torn=False)
     return worlds
@@ -58,7 +60,7 @@ def test_who_is_cut_off_by_one_that_met_all_others_has_met_them_too(
 ) -> None:
     """The first of them breaks the world up while others still read that all have come; a death is another matter."""
     meet([[None, False]] * 3, dist.DistNetworkError("the store of a world that broke"))
-    worlds = elastic(offline(rank, 3), spares=1, reason="ranks wait", notice=None)
+    worlds = elastic(offline(rank, 3), tp=2, reason="ranks wait", notice=None)
     assert worlds._hand_over("ranks wait") is is_spare
     worlds.engine.reason = "rank 1 on node b died"
     with pytest.raises(dist.DistNetworkError):
@@ -78,6 +80,21 @@ def test_nobody_leaves_while_values_of_some_rank_are_torn(meet: Callable[..., No
     worlds = elastic(SimpleNamespace(rank=0, size=3, is_connected=True), notice="SIGTERM")
     assert not worlds._hand_over("SIGTERM")
     worlds._state.transfer.hand_over.assert_not_called()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_if_all_leave_those_with_a_place_in_the_mesh_stay_to_save(meet: Callable[..., None], rank: int) -> None:
+    """A checkpoint is saved in a world that the mesh fits."""
+    meet([["SIGTERM", False]] * 3)
+    worlds = elastic(SimpleNamespace(rank=rank, size=3, is_connected=True), tp=2, notice="SIGTERM")
+    worlds._policy, worlds.members = elastic_worlds.RecoveryPolicy(), MagicMock()
+    if rank == 2:
+        with pytest.raises(Preempted):
+            worlds._hand_over("SIGTERM")
+    else:
+        assert not worlds._hand_over("SIGTERM")
+    (staying, *_), _ = worlds._state.transfer.hand_over.call_args
+    assert list(staying) == [0, 1]
 
 
 def test_a_model_without_experts_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

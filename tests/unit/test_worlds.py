@@ -132,6 +132,20 @@ def test_axes_of_the_mesh_stay_from_world_to_world() -> None:
         assert worlds.spares == spares
 
 
+@pytest.mark.parametrize(
+    ("willing", "staying"),
+    [
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([1, 2, 3, 4], [1, 2, 3, 4]),  # rank 4 had no place
+        ([0, 2, 3], [0, 2]),
+        ([2], [2]),  # it waits for others
+        ([], []),
+    ],
+)
+def test_the_first_ranks_that_the_axes_divide_stay(willing: list[int], staying: list[int]) -> None:
+    assert Worlds(MeshShape(tp=2)).staying(willing) == staying
+
+
 # ----------------------------------------------------------------------
 # What pipelines refuse in elastic runs.
 
