@@ -103,7 +103,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     engine.is_finished.side_effect = lambda: engine.finish.called
     worlds = Worlds()
     strategy: Any = SimpleNamespace(
-        worlds=worlds, state=MagicMock(), options=MagicMock(), root_device=torch.device("cpu")
+        worlds=worlds, state=MagicMock(), checkpoints=MagicMock(), options=MagicMock(), root_device=torch.device("cpu")
     )
     strategy.state.trainer.fit_loop.done = False
     monkeypatch.setattr(Worlds, "present", SimpleNamespace(size=1, rank=0, is_connected=False))
