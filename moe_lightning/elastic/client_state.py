@@ -102,7 +102,7 @@ class _Return:
 
     Attributes:
         reason: of the eviction.
-        has_failed: the world that it led to broke before a step.
+        has_failed: the world that it led to broke before progress.
     """
 
     reason: str
@@ -133,7 +133,7 @@ class ClientState:
         self._finishes = _Finishes()
         self._waiting_since: float | None = None  # newcomers wait
         self._next_beat = 0.0
-        self._return: _Return | None = None  # though nodes did not answer, and no step was made since
+        self._return: _Return | None = None  # though nodes did not answer; none after progress
         birth_ns = task.now_ns if task.birth_ns is None else task.birth_ns
         self.member_id = new_member_id(task.node, task.token, birth_ns)
         self.world: JoinedWorld | None = None
@@ -177,8 +177,9 @@ class ClientState:
         """Raise if a join that started then has been waiting for too long.
 
         After an eviction for dead links this process returns once all the same: the nodes behind them may have ended or
-        been started again, at endpoints that the host knows. It raises if it leaves that world before its next step:
-        each further world would break as well, perhaps by errors of this process that come before any probe.
+        been started again, at endpoints that the host knows. It raises if that world breaks before its next step or an
+        agreed change: each further world would break as well, perhaps by errors of this process that come before any
+        probe.
         """
         settings, eviction = self._task.settings, self.eviction
         if self._return is not None and self._return.has_failed:
@@ -222,7 +223,7 @@ class ClientState:
             self._send(t="broken", number=world.members.number, reason=reason)
 
     def record_progress(self) -> None:
-        """Record a step of training."""
+        """Record a step of training, or that all ranks have met to change the world: no link between them is dead."""
         self.progress += 1
         self._return = None
 

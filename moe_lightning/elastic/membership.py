@@ -135,7 +135,7 @@ class Membership(Protocol):
         """Call `abort` once, from any thread, when this world breaks."""
 
     def record_progress(self) -> None:
-        """Record that training has made a step."""
+        """Record that training has made a step, or that all ranks have met to change the world."""
 
     def abort(self, reason: str) -> None:
         """Break the present world for all its ranks."""

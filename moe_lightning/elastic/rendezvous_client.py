@@ -422,7 +422,9 @@ class RendezvousClient:
             self._carry_out()
 
     def record_progress(self) -> None:
-        """Record a step of training: while steps are made, links between ranks are not probed."""
+        """Record a step of training, or that all ranks have met to change the world: while steps are made, links
+        between ranks are not probed.
+        """
         self._state.record_progress()
 
     @property

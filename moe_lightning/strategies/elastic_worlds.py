@@ -493,6 +493,8 @@ class ElasticWorlds:
         engine, worlds, timeout = self.engine, self._strategy.worlds, self._strategy.options.timeout
         world, notice = worlds.present, engine.notice or self._departure
         found, everyone = all_gather_json([notice, self.step.is_torn], world), range(world.size)
+        if not self.step.is_first:  # before that, which is slow, a process has longer to leave a broken world
+            engine.record_progress()  # all have met, also those behind a link that was dead
         willing: Sequence[int] = [rank for rank in everyone if found[rank][0] is None]
         if not willing and worlds.spares:
             willing = everyone

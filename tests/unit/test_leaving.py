@@ -16,6 +16,8 @@ from torch import nn
 
 from moe_lightning.checkpoint.memory import DamagedSnapshots
 from moe_lightning.dispatch.placement import Placement, uniform_placement
+from moe_lightning.elastic.client_state import ClientState
+from moe_lightning.elastic.membership import ElasticTask
 from moe_lightning.elastic.worker import Preempted
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
@@ -39,7 +41,7 @@ def elastic(world: Any, *, tp: int = 1, **engine: Any) -> Any:
     worlds._strategy = MagicMock(worlds=Worlds(MeshShape(tp=tp)))
     worlds._strategy.worlds.set_present(world)
     worlds._strategy.options.timeout = timedelta(seconds=1)
-    worlds.step = SimpleNamespace(is_torn=False)
+    worlds.step = SimpleNamespace(is_torn=False, is_first=False)
     return worlds
 
 
@@ -95,6 +97,28 @@ def test_if_all_leave_those_with_a_place_in_the_mesh_stay_to_save(meet: Callable
         assert not worlds._hand_over("SIGTERM")
     (staying, *_), _ = worlds._state.transfer.hand_over.call_args
     assert list(staying) == [0, 1]
+
+
+def test_an_agreed_change_does_not_end_who_has_returned_from_behind_a_dead_link(meet: Callable[..., None]) -> None:
+    """It has met all ranks by then: the link works again."""
+    task = ElasticTask(address="none", secret_file="none", node="me")
+    state = ClientState(task)
+    state.receive({"t": "evicted", "reason": "the link is dead", "probes": {"node-1": ["10.0.0.1", 7]}}, 0.0)
+    state.check_wait(0.0, after := task.settings.rendezvous_timeout_s + 1.0)
+    state.rename()
+    meet([[None, False]] * 2)
+    worlds = elastic(offline(0, 2), notice=None, record_progress=state.record_progress)
+    assert not worlds._hand_over("ranks join or leave")
+    state.start_join(is_ready=True, is_spare=False)
+    state.check_wait(after, after)
+
+
+def test_a_process_before_its_first_step_keeps_the_time_for_it(meet: Callable[..., None]) -> None:
+    meet([[None, False]] * 2)
+    worlds = elastic(offline(0, 2), notice=None)
+    worlds.step.is_first = True
+    assert not worlds._hand_over("ranks join or leave")
+    worlds.engine.record_progress.assert_not_called()
 
 
 def test_a_model_without_experts_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
