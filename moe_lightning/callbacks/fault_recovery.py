@@ -202,6 +202,8 @@ class FaultRecovery(ExpertParallelCallback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = _strategy(trainer)
+        if step := strategy.elastic.step:
+            step.end_validation()
         if strategy.elastic.change_is_due:
             raise MembersChange(MEMBERS_CHANGE)
         faults = {
@@ -232,14 +234,14 @@ class FaultRecovery(ExpertParallelCallback):
             step.batch.record_meeting()
 
     @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if step := _strategy(trainer).elastic.step:
-            step.end_validation()
+            step.begin_validation()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if step := _strategy(trainer).elastic.step:
-            step.batch.record_end_of_epoch()
+            step.end_epoch()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,6 +6,7 @@ each private name.
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import imports, move_data_to_device
 from lightning.fabric.utilities.types import _Stateful as StatefulLoader
-from lightning.pytorch.callbacks import ModelCheckpoint, RichModelSummary, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -726,6 +727,35 @@ def load_monitored(trainer: pl.Trainer, known: dict[str, Any]) -> None:
     trainer._logger_connector._callback_metrics = move_data_to_device(metrics, trainer.strategy.root_device)
     for saver in _savers(trainer):
         vars(saver).update(savers.get(saver.state_key, _OF_SAVERS))
+
+
+def decisions(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
+    """Return the states of the EarlyStopping and ModelCheckpoint callbacks, with what they decide by besides them."""
+    return {
+        decider.state_key: {
+            "state": copy.deepcopy(decider.state_dict()),
+            "besides": {name: getattr(decider, name) for name in _OF_SAVERS if hasattr(decider, name)},
+        }
+        for decider in _deciders(trainer)
+    }
+
+
+def take_back_decisions(trainer: pl.Trainer, known: dict[str, dict[str, Any]]) -> None:
+    """Restore what `decisions` has returned here or on another rank. Lightning restores callbacks from checkpoints
+    only, and notes the best checkpoint before it is saved.
+    """
+    for decider in _deciders(trainer):
+        of_decider = known[decider.state_key]
+        state = copy.deepcopy(of_decider["state"])
+        if isinstance(decider, ModelCheckpoint):
+            state["dirpath"] = decider.dirpath  # where that of a new rank 0 is another one, it would be refused
+        decider.load_state_dict(state)
+        vars(decider).update(of_decider["besides"])
+
+
+def _deciders(trainer: pl.Trainer) -> list[EarlyStopping | ModelCheckpoint]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [c for c in callbacks if isinstance(c, EarlyStopping | ModelCheckpoint) and not isinstance(c, ResumableFrom)]
 
 
 def share_folders(trainer: pl.Trainer, share: Callable[[list[Any]], list[Any]]) -> None:

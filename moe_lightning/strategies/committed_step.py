@@ -41,8 +41,9 @@ class FitProgress:
         lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
         rates: learning rates of each optimizer's groups, before the end of an epoch.
         precision: state of the precision plugin: the scale of the loss under float16.
-        validation_is_due: a validation follows this step, and has not ended yet.
-        epoch_is_over: the step is the last one of an epoch, whose end has not run yet.
+        validation_is_due: a validation follows this step, and the next batch or epoch has not begun yet.
+        epoch_is_over: the step is the last one of an epoch, and the next one has not begun yet.
+        decisions: of callbacks that stop or save by what is monitored, before that validation and end; None before.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
         went_back: the run has gone back to this step, and made no other since.
         is_adopted: True if this rank, or one that it has finished the step with, has it from another rank or a
@@ -58,6 +59,7 @@ class FitProgress:
     precision: dict[str, Any] = field(default_factory=dict)
     validation_is_due: bool = False
     epoch_is_over: bool = False
+    decisions: dict[str, dict[str, Any]] | None = None
     is_saved: bool = False
     went_back: bool = False
     is_adopted: bool = False
@@ -81,7 +83,8 @@ class FitProgress:
 
     def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
         """Return the progress after the same step, in `on_train_epoch_start` of the next epoch."""
-        return replace(self, epoch_is_over=False, lr_schedulers_next_epoch=_schedulers(trainer))
+        schedulers = _schedulers(trainer)
+        return replace(self, validation_is_due=False, epoch_is_over=False, lr_schedulers_next_epoch=schedulers)
 
     def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the progress for another rank, with the live state of the callbacks, and of what hooks of the module
@@ -407,10 +410,24 @@ class CommittedStep:
         self.batch.record_end(self.version, outputs, batch, batch_idx)
         return True
 
+    def begin_validation(self) -> None:
+        """Keep the decisions of callbacks before a validation that is repeated after a fault."""
+        if self.progress is not None and self.progress.validation_is_due:
+            self._keep_decisions()
+
     def end_validation(self) -> None:
-        """Note that the validation after the last step has ended."""
-        if self.progress is not None:
+        """Note that all hooks of the validation after the last step have ended."""
+        if self.progress is not None and self.progress.validation_is_due:
             self.progress = replace(self.progress, validation_is_due=False)
+
+    def end_epoch(self) -> None:
+        """Keep the decisions of callbacks, and what the last step has logged, before the end of an epoch."""
+        self.batch.record_end_of_epoch()
+        self._keep_decisions()
+
+    def _keep_decisions(self) -> None:
+        if self.progress is not None and self.progress.decisions is None:
+            self.progress = replace(self.progress, decisions=private_lightning.decisions(self._state.trainer))
 
     def begin_epoch(self) -> None:
         """Note that another epoch begins."""
@@ -472,6 +489,10 @@ class CommittedStep:
         """Do what was due after the step that was restored: hooks of its batch that the fault kept from running, a
         validation, and the end of the epoch; Lightning itself, restored to this state, skips all. Collective.
 
+        The last two are repeated whole if the fault came before the next batch or epoch, because hooks that have ended
+        here may have failed on another rank. Callbacks that stop or save by what is monitored go back to their states
+        before them: they count no validation twice, and save what they had only noted.
+
         Values that were logged in the epoch are dropped where they are of steps that are lost, or of some ranks only,
         which cannot reduce them together.
         """
@@ -486,7 +507,12 @@ class CommittedStep:
             )
         progress, trainer = self.progress, self._state.trainer
         assert progress is not None, "it was restored"
+        is_due = progress.validation_is_due or progress.epoch_is_over
+        if is_due and progress.decisions is not None:
+            private_lightning.take_back_decisions(trainer, progress.decisions)
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
         if progress.epoch_is_over:
             private_lightning.end_epoch(trainer, drop_logged=some_adopted)
+        else:
+            self.end_validation()
