@@ -10,7 +10,7 @@ import copy
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -433,12 +433,14 @@ class BatchEnd:
         arguments: of the hook: outputs, batch, index.
         done: parts that have ended, in this order.
         has_begun: the next part has begun.
+        noted: attributes of the ModelCheckpoint whose hook is the next part, before it has begun.
         logged: values of the step that are logged; None: those that Lightning still has.
     """
 
     arguments: tuple[Any, Any, int]
     done: int = 0
     has_begun: bool = False
+    noted: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, Any] | None = None
 
     @classmethod
@@ -456,9 +458,13 @@ class BatchEnd:
         return len(trainer.callbacks) + 2  # type: ignore[attr-defined]
 
     @contextmanager
-    def next_part(self) -> Generator[None, None, None]:
+    def next_part(self, trainer: pl.Trainer) -> Generator[None, None, None]:
         """Note that the next part begins, and that it has ended, unless it raises."""
-        self.has_begun = True
+        self.has_begun, self.noted = True, {}
+        owner = next(iter(trainer.callbacks[self.done : self.done + 1]), None)  # type: ignore[attr-defined]
+        if isinstance(owner, ModelCheckpoint) and not isinstance(owner, ResumableFrom):
+            names = {*owner.state_dict(), *_OF_SAVERS, "_last_time_checked"} - {"dirpath"}
+            self.noted = {name: copy.copy(value) for name, value in vars(owner).items() if name in names}
         yield
         self.done, self.has_begun = self.done + 1, False
 
@@ -480,7 +486,8 @@ class BatchEnd:
 
     def skip_failed(self, *, ended: int) -> None:
         """Count the part that has failed as ended, if it has ended on another rank, where so many have."""
-        self.done += self.has_begun and ended > self.done
+        if self.has_begun and ended > self.done:
+            self.done, self.has_begun = self.done + 1, False
 
     def run_log(self, trainer: pl.Trainer) -> None:
         """Log, and leave the hooks out."""
@@ -492,11 +499,13 @@ class BatchEnd:
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
         while self.done < len(callbacks):
             module._current_fx_name = "on_train_batch_end"
-            with self.next_part():
+            if self.has_begun:  # a ModelCheckpoint has noted a file that it has not saved
+                vars(callbacks[self.done]).update(self.noted)
+            with self.next_part(trainer):
                 callbacks[self.done].on_train_batch_end(trainer, module, *self.arguments)
             module._current_fx_name = None
         if self.done == len(callbacks):
-            with self.next_part():
+            with self.next_part(trainer):
                 call._call_lightning_module_hook(trainer, "on_train_batch_end", *self.arguments)
         if self.done < self.num_parts(trainer):
             connector = trainer._logger_connector
@@ -526,7 +535,7 @@ def watch_batch_ends(trainer: pl.Trainer, running: Callable[[], BatchEnd | None]
 
     @contextmanager
     def noted(end: BatchEnd, action_name: str) -> Generator[str, None, None]:
-        with end.next_part(), own(action_name):
+        with end.next_part(trainer), own(action_name):
             yield action_name
         end.has_begun = end.done == end.num_parts(trainer) - 1  # the log, which is no hook, follows at once
 
@@ -535,7 +544,7 @@ def watch_batch_ends(trainer: pl.Trainer, running: Callable[[], BatchEnd | None]
         return own(action_name) if end is None else noted(end, action_name)
 
     def update_train_step_metrics() -> None:
-        with nullcontext() if (end := running()) is None else end.next_part():
+        with nullcontext() if (end := running()) is None else end.next_part(trainer):
             type(connector).update_train_step_metrics(connector)
 
     _replace(trainer.profiler, "profile", profile)  # type: ignore[attr-defined]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 from functools import partialmethod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 
 from moe_lightning.compat import private_lightning
@@ -104,3 +106,31 @@ def test_a_fault_in_hooks_that_were_left_leaves_the_rest(monkeypatch: pytest.Mon
     batch.keep(is_prepared=False)
     assert batch.finish(0, World.single(), **options)
     assert faulty.calls == 2
+
+
+class FaultySaver(ModelCheckpoint):
+    """Fails before its first save."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, monitor="loss", every_n_train_steps=1)
+        self.saved: list[str] = []
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        self.saved.append(filepath)
+        if len(self.saved) == 1:
+            raise ConnectionError
+
+
+def test_a_save_that_failed_is_made_when_its_hook_runs_again(tmp_path: Path) -> None:
+    """A ModelCheckpoint notes its best file before it saves it."""
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar"), False)
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[saver := FaultySaver(tmp_path)], **options)
+    trainer.strategy.connect(BoringModel())
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 1
+    trainer._logger_connector._callback_metrics["loss"] = torch.tensor(0.5)
+    end = BatchEnd((None, None, 0), done=trainer.callbacks.index(saver), logged={})
+    with pytest.raises(ConnectionError):
+        end.run(trainer)
+    end.run(trainer)
+    assert len(saver.saved) == 2

@@ -117,7 +117,7 @@ ATTRIBUTES = {
     },
     "lightning.pytorch.LightningModule": {"_compiler_ctx", "_current_fx_name", "_trainer"},
     "lightning.pytorch.callbacks.ModelCheckpoint": {
-        "_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved",
+        "_defer_save_until_validation", "_last_checkpoint_saved", "_last_global_step_saved", "_last_time_checked",
     },
     "lightning.pytorch.callbacks.WeightAveraging": {
         "_average_model", "_device", "_kwargs", "_latest_update_step", "_use_buffers",
