@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from moe_lightning.strategies import gradients
+from moe_lightning.strategies import steps as passes
 from tests.gpu.fake_comms import set_up_comms
 from tests.gpu.fake_device import FakeDevice, set_up
 from tests.gpu.fake_streams import assert_no_races, locked_bytes
@@ -40,7 +40,7 @@ def on_the_device(folder: Path | None = None) -> list[pl.Callback]:
     set_up()
     set_up_comms()
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters are to stay the same objects
-    gradients.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
+    passes.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
     pl.LightningModule.cpu = lambda self: self  # type: ignore[method-assign]  # after training nothing is swapped back
     FakeDevice().__enter__()  # to the end of the process
     return [NoRaces(), *([] if folder is None else [LockedMemory(folder)])]

@@ -17,8 +17,7 @@ from typing_extensions import override
 from moe_lightning import kernels as ops
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.moe.layer import MoELayer
-from moe_lightning.strategies import gradients
-from moe_lightning.strategies import steps as step_weights
+from moe_lightning.strategies import steps as passes
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer
 from tests.gpu.fake_comms import meet_on_the_device, set_up_comms
 from tests.gpu.fake_device import NAME, FakeDevice, set_up
@@ -145,7 +144,7 @@ def meet(rank: int, ranks: int) -> FakeDevice:
     meet_on_the_device(rank, ranks)
     for room in launching_modules():
         room.launch = fake.launch  # type: ignore[assignment]
-    gradients.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
+    passes.DistributedDataParallel = SummedGradients  # type: ignore[assignment, misc]
     return fake
 
 
@@ -156,7 +155,7 @@ def run(rank: int, ranks: int, plan: str, folder: str) -> dict[str, Any]:
     fit_here = partial(fit, rank, ranks, {"plan": plan})
     found: dict[str, Any] = {"expected": fit_here(accelerator="cpu")}
     fake = meet(rank, ranks)
-    step_weights._WATCHED_STEPS = 1  # later steps do not look at targets, which waits
+    passes._WATCHED_STEPS = 1  # later steps do not look at targets, which waits
     with fake, ops.backend("triton"):
         counts = StepCounts(fake)
         found["losses"] = fit_here(counts)
