@@ -451,7 +451,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             if owners is None:
                 self._end_session()
             else:
-                self.lost.reassign(owners)
+                self.lost.reassign(owners, strategy.world.size)
 
     def _objects(self, strategy: ExpertParallelStrategy, *, is_first: bool = False) -> dict[str, Any]:
         """Return the saved objects that are not tensors; collective."""

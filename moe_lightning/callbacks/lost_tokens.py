@@ -190,7 +190,7 @@ class LostTokens:
             steps: over which new counts were made.
         """
         if self.checkpoint_ledger is not None:
-            self.checkpoint_ledger.reassign(state.owners())
+            self.checkpoint_ledger.reassign(state.owners(), state.world_size)
         elif state.num_experts and (self.counts.total is not None or self._received is not None):
             new = self.counts.total
             per_step = 0 if new is None else new.sum(dim=1).cpu().numpy() // max(1, steps)
@@ -214,10 +214,10 @@ class LostTokens:
             self.checkpoint_ledger.record(self.counts.total.cpu().numpy())
             self.counts.total = None
 
-    def reassign(self, owners: IntArray) -> None:
-        """Experts have moved: other ranks write them, int64 [L, E]."""
+    def reassign(self, owners: IntArray, num_ranks: int) -> None:
+        """Experts have moved: other ranks of the world write them, int64 [L, E]."""
         if self.checkpoint_ledger is not None:
-            self.checkpoint_ledger.reassign(owners)
+            self.checkpoint_ledger.reassign(owners, num_ranks)
 
     def restore(self, restored: CheckpointSource | None, world: World) -> None:
         """Account for experts that the checkpoint has in older versions; collective. Ranks that joined later receive

@@ -202,9 +202,9 @@ class CheckpointLedger:
         """Proportion of lost tokens so far, as MoC-System defines it (eq. 7)."""
         return self.plt_of(self.lost)
 
-    def reassign(self, owners: IntArray) -> None:
-        """Experts moved: other ranks write them from now on."""
-        self._owners = owners
+    def reassign(self, owners: IntArray, num_ranks: int) -> None:
+        """Experts moved, or the world changed: other ranks write them from now on. See `CheckpointLedger`."""
+        self._owners, self._num_ranks = owners, num_ranks
 
     def plan(self, k_snapshot: int, k_persist: int, *, full: bool = False) -> CheckpointPlan:
         """The experts of the next checkpoint; among those that are copied, the ones written longest ago are written."""

@@ -395,17 +395,32 @@ def counting(*counts: int) -> LostTokens:
     return lost
 
 
+def begin(lost: LostTokens, world_size: int = 1) -> None:
+    """The first save in a world."""
+    owners = np.arange(4)[None] % world_size
+    state: Any = SimpleNamespace(owners=lambda: owners, num_experts=4, num_layers=1, world_size=world_size)
+    lost.begin(pl.Trainer(max_steps=5, logger=False, enable_checkpointing=False), state, 1)
+
+
 @pytest.mark.parametrize("has_saved", [True, False])
 def test_a_spare_that_is_promoted_counts_as_the_others_do(has_saved: bool) -> None:
     spare, other = counting(9, 9, 9, 9), counting(1, 2, 3, 4) if has_saved else LostTokens(CheckpointSettings())
-    state: Any = SimpleNamespace(
-        owners=lambda: np.zeros((1, 4), dtype=np.int64), num_experts=4, num_layers=1, world_size=1
-    )
     spare.load_state_dict(other.state_dict())
     for each in (spare, other):
-        each.begin(pl.Trainer(max_steps=5, logger=False, enable_checkpointing=False), state, 1)
+        begin(each)
     found = [each.checkpoint_ledger and each.checkpoint_ledger.processed.tolist() for each in (spare, other)]
     assert found == [[[1, 2, 3, 4]] if has_saved else None] * 2
+
+
+def test_a_rank_that_joins_a_larger_world_saves_the_same_experts_as_the_others_do() -> None:
+    stayed, joined = counting(1, 2, 3, 4), LostTokens(CheckpointSettings())
+    joined.load_state_dict(stayed.state_dict())
+    plans = []
+    for each in (stayed, joined):
+        begin(each, world_size=2)
+        assert each.checkpoint_ledger is not None
+        plans.append(each.checkpoint_ledger.plan(2, 2).snapshot.mask().tolist())
+    assert plans[0] == plans[1] == [[True, False, True, False]]
 
 
 def test_counts_that_a_rank_received_go_with_a_return_to_a_saved_step() -> None:

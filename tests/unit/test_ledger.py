@@ -24,13 +24,13 @@ def load_trace() -> np.ndarray:
         return trace["counts"].sum(axis=2, dtype=np.int64)
 
 
-def new_ledger(layers: int, experts: int, planned: int = 10**9) -> CheckpointLedger:
+def new_ledger(layers: int, experts: int, planned: int = 10**9, ranks: int = 1) -> CheckpointLedger:
     return CheckpointLedger(
         num_layers=layers,
         num_experts=experts,
         planned_assignments=planned,
         owners=np.zeros((layers, experts), dtype=np.int64),
-        num_ranks=1,
+        num_ranks=ranks,
         scopes=parse_scopes("full"),
     )
 
@@ -197,6 +197,17 @@ def test_losses_are_never_told_too_low_where_storage_stood_still_for_long() -> N
         exact = tokens[100] - tokens[version]
         assert (lost >= exact).all()
         assert version < 37 or (lost == exact).all()
+
+
+def test_ranks_of_a_world_choose_the_same_experts_whatever_world_each_began_in() -> None:
+    """One has been there since four ranks, and the other one has joined three that are left."""
+    stayed, joined = new_ledger(2, 8, ranks=4), new_ledger(2, 8, ranks=3)
+    joined.load_state_dict(stayed.state_dict())
+    owners = np.broadcast_to(np.arange(8) % 3, (2, 8))
+    for kept in (stayed, joined):
+        kept.reassign(owners, 3)
+    np.testing.assert_array_equal(stayed.plan(2, 2).snapshot.mask(), joined.plan(2, 2).snapshot.mask())
+    np.testing.assert_array_equal(stayed.plan(2, 2).slots, joined.plan(2, 2).slots)
 
 
 def test_a_shallow_copy_stays_as_it_is() -> None:
