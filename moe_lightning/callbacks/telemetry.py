@@ -103,7 +103,7 @@ class _ExchangeTime:
 
     def __init__(self) -> None:
         self._clock: ExchangeClock | None = None
-        self._began_s, self._began_step = 0.0, 0
+        self._began_s, self._began_step, self._paused_s = 0.0, 0, 0.0
 
     def watch(self, trainer: pl.Trainer) -> None:
         """Count in a new world from the end of its first step, which all its ranks reach together."""
@@ -114,6 +114,22 @@ class _ExchangeTime:
             if clock is not None:
                 clock.watch()
                 self._began_s = clock.seconds
+
+    def pause(self, device: torch.device) -> None:
+        """A validation begins, whose exchanges are of no step."""
+        self._paused_s = self._seconds_of_all(device)
+
+    def resume(self, device: torch.device) -> None:
+        """Training goes on."""
+        self._began_s += self._seconds_of_all(device) - self._paused_s
+
+    def _seconds_of_all(self, device: torch.device) -> float:
+        """Seconds in this world up to now; a device counts an exchange once it has ended."""
+        if self._clock is None:
+            return 0.0
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return self._clock.seconds
 
     def metrics(self, trainer: pl.Trainer) -> list[Metric]:
         """Return the average over the steps since the last call, -inf where this rank has counted none of its world."""
@@ -194,7 +210,7 @@ class Telemetry(Callback):
       moe/rank_imbalance_ratio: their means over the layers
     * dead experts, entropy, drift and quantiles of imbalance: see `RoutingHealth`
     * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean)
-    * comm/exchange_ms (maximum) of a step in token exchanges, waits for slower ranks included
+    * comm/exchange_ms (maximum) of a step in token exchanges, waits for slower ranks included, validations excluded
     * ranks/slowest and ranks/slowest_ratio: the rank with the longest own time in a step, and that time over the median
       of the others', of the last minute
     * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the last
@@ -259,11 +275,13 @@ class Telemetry(Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pace.pause()
+        self._exchanges.pause(trainer.strategy.root_device)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._pace.resume()
+            self._exchanges.resume(trainer.strategy.root_device)
         loss = trainer.callback_metrics.get("val/loss")
         is_language = isinstance(pl_module, SupervisedModule) and pl_module.attention_width is not None
         if loss is None or not is_language or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:

@@ -361,3 +361,21 @@ def test_a_validation_before_training_is_no_training_time() -> None:
     began = time.perf_counter()
     _fit([Telemetry(), logged], num_sanity_val_steps=2)
     assert logged.steps[3]["train/step_ms"] * 3 < 1e3 * (time.perf_counter() - began)
+
+
+def test_the_exchanges_of_a_validation_are_none_of_a_step() -> None:
+    clock = SimpleNamespace(seconds=0.0, watch=lambda: None)
+    world = SimpleNamespace(is_connected=True, exchanges=clock)
+    strategy = SimpleNamespace(world=world, root_device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(
+        strategy=strategy, global_step=1, state=SimpleNamespace(fn="fit"), sanity_checking=False, callback_metrics={}
+    )
+    counted = Telemetry()
+    counted._exchanges.watch(trainer)
+    clock.seconds += 2.0
+    counted.on_validation_start(trainer, torch.nn.Module())  # type: ignore[arg-type]
+    clock.seconds += 5.0
+    counted.on_validation_end(trainer, torch.nn.Module())  # type: ignore[arg-type]
+    clock.seconds += 2.0
+    trainer.global_step += 2
+    assert [metric.value for metric in counted._exchanges.metrics(trainer)] == [2000.0]
