@@ -10,7 +10,7 @@ Shapes: S slots of this rank, E experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -117,23 +117,21 @@ class ReplicaSum:
 
     def __init__(self, stacks: Sequence[ExpertStack], world: World) -> None:
         self._world = world
-        self._parameters = [parameter for stack in stacks for parameter in stack.parameters.values()]
+        self._layers = [[*stack.parameters.values()] for stack in stacks]
         self._pieces = [piece for stack in stacks for piece in _replicated_rows(stack)]
         # On any rank, so that all ranks call the exchanges or none does.
         self._has_replicas = any(stack.placement.is_replicated for stack in stacks)
 
-    def __call__(self, idle: Iterable[ExpertStack] = ()) -> None:
+    def __call__(self) -> None:
         """Sum now; a parameter that got no gradient on this rank counts as zero, a frozen one is left alone.
 
-        Args:
-            idle: of layers that no rank has run, or whose gradients ranks have or lack together: what has none there is
-                left alone, as on one rank. The same on every rank.
+        A layer without any gradient is left alone, too, as on one rank: ranks have or lack those of a layer together,
+        since a backward pass through it exchanges rows between all of them.
         """
         if self._world.size == 1:
             return
-        groups = [[*stack.parameters.values()] for stack in idle]
-        left_out = {parameter for group in groups if all(p.grad is None for p in group) for parameter in group}
-        trained = [p for p in self._parameters if _is_trained(p) and p not in left_out]
+        used = (layer for layer in self._layers if any(p.grad is not None for p in layer))
+        trained = {parameter: None for layer in used for parameter in layer if _is_trained(parameter)}
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -141,7 +139,7 @@ class ReplicaSum:
                 parameter.grad = parameter.grad.contiguous()
         if not self._has_replicas:
             return
-        pieces = [p for p in self._pieces if _is_trained(p.parameter) and p.parameter not in left_out]
+        pieces = [piece for piece in self._pieces if piece.parameter in trained]
         for dtype in sorted({p.dtype for p in trained}, key=str):
             self._sum([piece for piece in pieces if piece.parameter.dtype == dtype], dtype)
 

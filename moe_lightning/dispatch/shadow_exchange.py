@@ -118,6 +118,11 @@ class ShadowTransfers:
 
     # ------------------------------------------------------------------ transfers
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if a backward pass has gone through the layer; the same on all ranks."""
+        return any(self._parameters[name].grad is not None for name in self._trained())
+
     def start_trans(self, early: bool = False) -> None:
         """Start Trans, or only its early part; collective."""
         if self._stacks is not None:
@@ -264,9 +269,10 @@ class StepShadowTransfers:
         self.is_last_backward = is_last
 
     def finish(self) -> None:
-        """Send all gradients to their home ranks and add them there; collective."""
+        """Send all gradients to their home ranks and add them there; collective. A layer without any is left alone."""
         for layer in reversed(self._layers):
-            layer.start_agg()
+            if layer.has_gradients:
+                layer.start_agg()
         for layer in reversed(self._layers):
             layer.finish()
 

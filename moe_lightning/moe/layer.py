@@ -104,7 +104,6 @@ class _Passes:
         open_at: the micro-batch of those that the auxiliary loss and the statistics are of.
         are_spent: a backward pass has gone through that loss.
         sums: number of auxiliary losses so far.
-        came: since gradients were last summed, on all ranks alike.
         without_graph: those that will be computed again, with a graph.
         unused_losses: steps in a row without a backward pass through their losses.
     """
@@ -112,7 +111,6 @@ class _Passes:
     open_at: object = None
     are_spent: bool = False
     sums: int = 0
-    came: bool = False
     without_graph: int = 0
     unused_losses: int = 0
 
@@ -289,7 +287,6 @@ class MoELayer(nn.Module):
         """Release what an aborted step has left: shadow experts, losses with their graphs, counts."""
         self.drop_shadows()
         self.auxiliary_loss = self.statistics = None
-        self._passes.came = False
 
     def join_statistics(self, of_micro_batches: Sequence[LayerStatistics]) -> None:
         """Count several micro-batches as one."""
@@ -299,11 +296,6 @@ class MoELayer(nn.Module):
     def is_spent(self) -> bool:
         """True if a backward pass has gone through `auxiliary_loss`, which belongs to no later loss."""
         return self._passes.are_spent
-
-    def take_has_run(self) -> bool:
-        """Return True if a forward pass that may be trained came since the last call; the same on all ranks."""
-        has_run, self._passes.came = self._passes.came, False
-        return has_run
 
     def release_graph(self) -> None:
         """Keep no more than the value of `auxiliary_loss`. Hooks of callbacks on its graph may lead to this layer."""
@@ -422,7 +414,6 @@ class MoELayer(nn.Module):
     def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor, is_token_T: Tensor | None) -> None:
         """Leave the auxiliary losses and the statistics for whoever asks."""
         now, is_again = self._micro_batch(), private_torch.is_in_backward()
-        self._passes.came |= torch.is_grad_enabled()
         if self.training:
             self._count_for_bias(tokens_NE, is_again=is_again)
         loss = self._auxiliary_loss(routing, tokens_NE, is_token_T) if self.training else None

@@ -351,10 +351,7 @@ class PlacedExperts:
         if self.shadow_transfers is not None:
             self.shadow_transfers.finish()
             self._drop_shadows()
-        pairs = zip(self.layers, self.stacks, strict=True)
-        idle = [stack for layer, stack in pairs if not layer.take_has_run()]
-        by_hand = not self.module.automatic_optimization  # a step has several sums then
-        self._replica_sum(self.stacks if by_hand else idle)
+        self._replica_sum()
 
     def set_speeds(self, speeds: IntArray | None) -> None:
         """Split tokens by the speeds of the ranks from the next step on; the same on every rank."""

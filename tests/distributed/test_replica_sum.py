@@ -44,14 +44,16 @@ def stack(parameters: list[nn.Parameter], experts: tuple[int, ...], placement: P
 
 
 def stacks(layers: Layers, seed: int, rank: int, silent: set[tuple[int, int]]) -> list[ExpertStack]:
-    """This rank's parameters with gradients; (layer, rank) pairs in `silent` got none."""
+    """This rank's parameters with gradients, of which the first of (layer, rank) pairs in `silent` got none."""
     found = []
     for index, (placement, shape, dtype) in enumerate(layers):
         experts = placement.experts_on(rank)
         parameter = nn.Parameter(torch.zeros(len(experts), *shape, dtype=dtype))
         if (index, rank) not in silent and experts:
             parameter.grad = torch.stack([gradient_of(seed, index, rank, e, shape, dtype) for e in experts])
-        found.append(stack([parameter], experts, placement, rank))
+        other = nn.Parameter(torch.zeros(len(experts), 1, dtype=dtype))
+        other.grad = torch.zeros_like(other)
+        found.append(stack([parameter, other], experts, placement, rank))
     return found
 
 
@@ -103,6 +105,18 @@ def layouts_and_frozen_rows(rank: int, world_size: int) -> tuple[bool, bool]:
 
 def test_strided_gradients_are_summed_and_frozen_experts_left_alone() -> None:
     assert run_ranks(2, layouts_and_frozen_rows) == [(True, True)] * 2
+
+
+def rest(rank: int, world_size: int) -> bool:
+    world = connect()
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    placement = Placement(replicas=np.ones((2, world_size), dtype=np.int64))
+    ReplicaSum([stack([parameter], (0, 1), placement, rank)], world)()
+    return parameter.grad is None
+
+
+def test_a_layer_without_gradients_is_left_alone() -> None:
+    assert run_ranks(2, rest) == [True, True]
 
 
 def test_one_rank_has_nothing_to_sum() -> None:

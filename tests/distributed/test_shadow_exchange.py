@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,45 @@ def test_shadow_experts_change_nothing(world_size: int, cases: list[tuple[str, d
         assert_same_training(reference(key), ranks, f"{key}, {strategy}")
 
 
+class Resting(OwnModule):
+    """Its experts rest in every other step: they run in none, or their results are in no loss."""
+
+    runs = False
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        h, rests = self.embed(batch[0]), bool(self.global_step % 2)
+        if not rests:
+            h = h + self.moe(h)
+        elif self.runs:
+            h = h + self.moe(h).detach()
+        loss = torch.nn.functional.cross_entropy(self.out(h).flatten(0, 1), batch[1].flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.5)
+
+
+class RunningInVain(Resting):
+    runs = True
+
+
+@pytest.mark.parametrize("module", [Resting, RunningInVain])
+@pytest.mark.parametrize(
+    "moving",
+    [{"shadows": False}, {"shadows": True}, {"shadows": True, "move_at": (0, 2), "seed": 3}],
+    ids=["none", "shadows", "shadows and replicas"],
+)
+def test_experts_that_rest_in_a_step_are_neither_moved_nor_decayed(
+    module: type[Resting], moving: dict[str, Any]
+) -> None:
+    options = {"own_module": module, "steps": 4, "strategy": {"find_unused_parameters": True, "slots": 6}}
+    (alone,), ranks = run_pooled(1, partial(train, **options)), run_pooled(2, partial(train, moving=moving, **options))
+    assert (ranks[0]["shadow_copies"] > 0) == moving["shadows"]
+    assert (ranks[0]["moved_states"] > 0) == ("move_at" in moving)
+    assert_same_training(alone, ranks)
+
+
 class CheckpointedModule(OwnModule):
     """Computes its MoE layer again in the backward pass."""
 
@@ -247,9 +287,11 @@ def test_waits_of_a_gpu_for_shadows_are_what_they_cost_there(monkeypatch: pytest
     plan = ShadowPlan(shadows=~np.eye(2, dtype=np.bool_), homes=np.array([0, 1]))
     world = World(rank=0, size=2, device=torch.device("cuda"))
     step = StepShadowTransfers(world, torch.float32)
-    layer = step.add_layer({"w": torch.nn.Parameter(torch.ones(1, 8))}, (0,), plan, early_share=0.5)
+    stack = torch.nn.Parameter(torch.ones(1, 8))
+    layer = step.add_layer({"w": stack}, (0,), plan, early_share=0.5)
     step.begin()
     layer.weights()
+    stack.grad = torch.zeros_like(stack)
     step.finish()
     found = {metric.name: metric.value for metric in movement_metrics([], step)}
     assert found["balance/exposed_trans_ms"] == pytest.approx(2 * 7.0), "two parts"
