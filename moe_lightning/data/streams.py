@@ -42,6 +42,8 @@ stream's own, or None, "last": fingerprint of the sample before it, or None}"""
 _START: Mark = {"position": 0, "lap": 0, "index": 0, "state": None, "last": None}
 _MARKS = 16
 _END = object()
+_UNREAD = "_moe_lightning_unread"
+"""Attribute of a stream: its state before its first sample, for all readers of a process."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,6 @@ class StreamReader(Dataset[Any]):
         self._has_state = has_exact_state(stream)
         self._random = OwnGenerators(seed)
         self._iterator: Iterator[Any] | None = None
-        self._unread: Any = None  # the stream's state before its first sample
         self._lap = self._index = self._position = 0
         self._last: Any = _END
         self._marks = deque([_START], maxlen=_MARKS)
@@ -139,7 +140,7 @@ class StreamReader(Dataset[Any]):
         """Go on from a mark."""
         self._recent.clear()
         state = mark["state"] if self._has_state else None
-        self._begin(mark["lap"], self._unread if state is None else state)
+        self._begin(mark["lap"], vars(self._stream).get(_UNREAD) if state is None else state)
         if state is not None:
             self._index = mark["index"]
         elif mark["index"]:
@@ -149,8 +150,8 @@ class StreamReader(Dataset[Any]):
     def _begin(self, lap: int, state: Any = None) -> None:
         """Iterate a pass, from a state of the stream's where one is given."""
         self._random.seed(mixed_seed(self._seed, lap))
-        if self._has_state and self._unread is None:
-            self._unread = copy.deepcopy(self._stream.state_dict())
+        if self._has_state and _UNREAD not in vars(self._stream):
+            vars(self._stream)[_UNREAD] = copy.deepcopy(self._stream.state_dict())
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(lap)
         if state is not None:

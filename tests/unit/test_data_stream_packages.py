@@ -13,6 +13,7 @@ from lightning import Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from moe_lightning.data.loader import StepLoader
+from moe_lightning.data.streams import StreamLoader
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.step_data import StepData
 
@@ -87,6 +88,23 @@ def test_hugging_face_data_sets_in_streaming_mode(buffer: int) -> None:
     order = assert_exact(make)
     assert (order[:SIZE] == list(range(SIZE))) is not bool(buffer)
     assert (order[SIZE : SIZE + 9] == order[:9]) is not bool(buffer)
+
+
+def test_hugging_face_data_sets_begin_again_in_a_second_fit() -> None:
+    """Also where the first one was resumed, whose place the set keeps, and at a second evaluation."""
+    datasets = pytest.importorskip("datasets")
+    streams = [datasets.Dataset.from_dict({"i": list(range(SIZE))}).to_iterable_dataset() for _ in range(2)]
+    loaders = [DataLoader(stream.with_format("torch"), batch_size=BATCH) for stream in streams]
+    ranks = [cut(loader, rank, 2) for rank, loader in enumerate(loaders)]
+    assert _together(ranks, 2) == list(range(2 * BATCH))
+    resumed = [cut(loader, rank, 2, ranks[0].state_dict()) for rank, loader in enumerate(loaders)]
+    assert _together(resumed, 1) == list(range(2 * BATCH, 3 * BATCH))
+    fresh = [cut(loader, rank, 2) for rank, loader in enumerate(loaders)]
+    assert _together(fresh, 2) == list(range(2 * BATCH))
+    place: dict[str, Any] = {"world_size": 2, "num_samples": SIZE, "training": False, "seed": 5}
+    evaluated = [StreamLoader.of_stream(loader, rank=rank, **place) for rank, loader in enumerate(loaders)]
+    for _ in range(3):
+        assert _together(evaluated, 2) == list(range(2 * BATCH))
 
 
 def test_hugging_face_data_sets_split_by_node_are_refused() -> None:

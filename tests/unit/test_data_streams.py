@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from moe_lightning.data import streams
@@ -248,6 +249,35 @@ def test_evaluation_sees_each_sample_once_from_the_first_on() -> None:
         rows = zip(*(islice(endless(cut), 3) for cut in ranks), strict=True)
         assert sorted(number for row in rows for part in row for number in part) == list(range(SIZE))
         next(iter(ranks[0]))  # a sanity check reads a part
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [Plain, Stateful])
+def test_a_stream_that_was_used_begins_at_its_first_sample_again(kind: type[Plain], training: bool) -> None:
+    """A second fit, or a validation after it: new loaders over the same objects, on ranks that stopped apart."""
+    streams = [kind() for _ in range(2)]
+    for _ in range(3):
+        ranks = [loader(stream, rank=rank, world=2, training=training) for rank, stream in enumerate(streams)]
+        rows = list(islice(zip(*map(endless, ranks), strict=True), 2))
+        assert [number for row in rows for part in row for number in part] == whole(kind, 8)
+
+
+def test_a_stream_is_validated_after_a_fit_that_ended_with_a_pass() -> None:
+    stream, seen = Stateful(8), []
+
+    class Module(BoringModel):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self(batch.new_zeros(1, 32, dtype=torch.float)).sum()
+
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            seen.extend(batch.tolist())
+
+    cut = StepData(rank=0, world_size=1, seed=lambda: 0, must_cut=False)
+    made = trainer(max_steps=2, limit_val_batches=2, enable_progress_bar=False, enable_model_summary=False)
+    made.strategy.process_dataloader = lambda given: cut.cut(given, made)  # type: ignore[method-assign]
+    made.fit(Module(), DataLoader(stream, batch_size=4), [])
+    made.validate(Module(), DataLoader(stream, batch_size=4), verbose=False)
+    assert seen == list(range(8))
 
 
 def test_the_streams_draws_are_its_own() -> None:
