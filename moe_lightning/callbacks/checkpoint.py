@@ -302,7 +302,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def on_stale_experts(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, versions: Mapping[tuple[int, int], int]
     ) -> None:
-        self.lost.lose(versions)
+        strategy = _strategy(trainer)
+        self.lost.lose(versions, strategy.state.stages, strategy.world)
 
     @property
     def _run_name(self) -> str:

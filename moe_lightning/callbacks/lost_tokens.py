@@ -240,8 +240,11 @@ class LostTokens:
             self._warn(f"{int((lost > 0).sum())} experts were restored from older versions", lost)
         self._lost_plt += self.checkpoint_ledger.plt_of(lost.sum(axis=1))
 
-    def lose(self, versions: Mapping[tuple[int, int], int]) -> None:
-        """Account for experts of the live state that came back older, given by (layer, expert)."""
+    def lose(self, versions: Mapping[tuple[int, int], int], stages: StageMap, world: World) -> None:
+        """Account for experts of the live state that came back older, given by (layer, expert); collective. A rank may
+        lack tokens that others have counted, as `TokenCounts.enter_world` says.
+        """
+        self.enter_world(stages, world, has_rolled_back=False)
         self.record()
         if self.checkpoint_ledger is not None:
             lost = self.checkpoint_ledger.lose(versions)

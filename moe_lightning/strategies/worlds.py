@@ -81,7 +81,7 @@ class ExpertParallelCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, versions: Mapping[tuple[int, int], int]
     ) -> None:
         """Called when a recovery has restored experts to older states than the rest, before ranks that join receive
-        the states of callbacks.
+        the states of callbacks; `trainer.strategy.world` is the new world. Collective.
 
         Args:
             versions: step of the state of each such expert, by (layer, expert).

@@ -353,12 +353,12 @@ def test_what_a_ledger_has_recorded_is_not_counted_again() -> None:
     assert counts.total is None
 
 
-def ledger() -> CheckpointLedger:
+def ledger(layers: int = 1) -> CheckpointLedger:
     return CheckpointLedger(
-        num_layers=1,
+        num_layers=layers,
         num_experts=4,
         planned_assignments=1000,
-        owners=np.zeros((1, 4), dtype=np.int64),
+        owners=np.zeros((layers, 4), dtype=np.int64),
         num_ranks=1,
         scopes=parse_scopes("full"),
     )
@@ -393,6 +393,25 @@ def counting(*counts: int) -> LostTokens:
     lost.checkpoint_ledger = ledger()
     lost.checkpoint_ledger.record(np.array([counts]))
     return lost
+
+
+def lose_what_some_have_seen(rank: int, world_size: int, seen: list[list[int]]) -> Any:
+    """Each rank has seen some tokens of the experts of each of two layers since both saved, then one comes back."""
+    lost = LostTokens(CheckpointSettings())
+    lost.checkpoint_ledger = ledger(layers=2)
+    lost.checkpoint_ledger.begin(5, lost.checkpoint_ledger.plan(4, 4, full=True))
+    lost.counts.total = torch.tensor(seen[rank])[:, None].expand(2, 4).clone()
+    stages: Any = SimpleNamespace(layers=[MoELayer(8, 8, 4) for _ in range(2)])
+    lost.lose({(1, 2): 5}, stages, connect())
+    state = lost.state_dict()
+    saved = state["checkpoint_ledger"]
+    return saved["lost"].tolist(), saved["processed"].tolist(), state["lost_plt"]
+
+
+@pytest.mark.parametrize("seen", [[[10, 0], [0, 10]], [[10, 10], [0, 0]]], ids=["two stages", "missed the end"])
+def test_all_ranks_lose_the_tokens_that_one_of_them_has_seen(seen: list[list[int]]) -> None:
+    expected = [0, 10], [[10, 10, 10, 10], [10, 10, 0, 10]], pytest.approx(10 / 1000 / 2)
+    assert run_ranks(2, lose_what_some_have_seen, seen) == [expected] * 2
 
 
 def begin(lost: LostTokens, world_size: int = 1) -> None:
