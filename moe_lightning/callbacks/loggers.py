@@ -365,10 +365,10 @@ def checkpoint_metadata(manifest: Manifest) -> dict[str, Any]:
     return metadata | ({"plt": manifest.extra["plt"]} if "plt" in manifest.extra else {})
 
 
-def step_of(checkpoint: Place) -> int:
-    """Return the step in the name of a checkpoint; 0 without one."""
+def step_of(checkpoint: Place) -> int | None:
+    """Return the step in the name of a checkpoint; None without one."""
     found = re.search(r"step[-=](\d+)", checkpoint.name)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
 
 
 def files_of(checkpoint: Place) -> tuple[dict[str, Place], dict[str, Any]]:
@@ -381,7 +381,8 @@ def files_of(checkpoint: Place) -> tuple[dict[str, Place], dict[str, Any]]:
         CheckpointError, OSError: the checkpoint is damaged, or has been pruned.
     """
     if isinstance(checkpoint, Path) and checkpoint.is_file():
-        return {checkpoint.name: checkpoint}, {"step": step_of(checkpoint)}
+        step = step_of(checkpoint)
+        return {checkpoint.name: checkpoint}, {} if step is None else {"step": step}
     manifest, root = read_manifest(checkpoint), _straight(checkpoint.parent)
     names = [MANIFEST, *(record.path for record in manifest.files.values())]
     places = [_straight(checkpoint / name) for name in names]  # ../step-.../file where links cannot be made
@@ -390,6 +391,17 @@ def files_of(checkpoint: Place) -> tuple[dict[str, Place], dict[str, Any]]:
 
 def _straight(place: Place) -> Place:
     return place.resolve() if isinstance(place, Path) else place
+
+
+def _written(checkpoint: Place) -> tuple[int, int] | None:
+    """Return time and size of a local checkpoint's file or manifest, which change when it is replaced."""
+    if not isinstance(checkpoint, Path):
+        return None
+    file = checkpoint / MANIFEST if checkpoint.is_dir() else checkpoint
+    if not file.is_file():
+        return None
+    written = file.stat()
+    return written.st_mtime_ns, written.st_size
 
 
 class CheckpointUploads:
@@ -403,13 +415,14 @@ class CheckpointUploads:
         self._run = run
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb-artifacts")
         self._waiting: Future[None] | None = None
-        self._submitted: set[str] = set()
+        self._submitted: set[tuple[str, tuple[int, int] | None]] = set()
 
     def log(self, checkpoint: Place) -> None:
-        """Submit a checkpoint unless it was submitted before; does not wait."""
-        if str(checkpoint) in self._submitted:
+        """Submit a checkpoint unless it was submitted before and not replaced since; does not wait."""
+        known = str(checkpoint), _written(checkpoint)
+        if known in self._submitted:
             return
-        self._submitted.add(str(checkpoint))
+        self._submitted.add(known)
         if self._waiting is not None:
             self._waiting.cancel()  # unless it runs already: this one is newer
         self._waiting = self._submit(self._log, checkpoint)
@@ -441,7 +454,8 @@ class CheckpointUploads:
         else:
             for name, place in files.items():
                 artifact.add_reference(str(place), name=name, checksum=False)  # the manifest has checksums
-        self._run.log_artifact(artifact, aliases=["latest", step_alias(metadata["step"])])
+        aliases = ["latest", *([step_alias(metadata["step"])] if "step" in metadata else [])]
+        self._run.log_artifact(artifact, aliases=aliases)
 
     def _use(self, artifact: str) -> None:
         run = self._run

@@ -26,11 +26,13 @@ class Run:
         self.logged: list[tuple[str, list[str], dict[str, Any], list[str]]] = []
         self.used: list[str] = []
         self.references: list[str] = []
+        self.digests: list[str] = []
         self.config = SimpleNamespace(told={}, update=lambda values, **_: self.config.told.update(values))
 
     def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
         assert self.may_log.wait(60)
         self.references = [entry.ref for _, entry in sorted(artifact.manifest.entries.items()) if entry.ref]
+        self.digests.append(artifact.digest)
         self.logged.append((artifact.name, aliases, artifact.metadata, sorted(artifact.manifest.entries)))
 
     def use_artifact(self, name: str) -> None:
@@ -62,6 +64,20 @@ def test_an_artifact_says_which_step_it_is(tmp_path: Path) -> None:
     assert metadata == {"step": 20}
     assert files == ["step-0000020.ckpt"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"], "no links are left"
+
+
+def test_a_file_that_is_replaced_under_its_name_is_logged_again(tmp_path: Path) -> None:
+    run = Run()
+    uploads = CheckpointUploads(run)
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    for state in ("state 9", "state 10", "state 10"):
+        if not last.exists() or last.read_text() != state:
+            last.write_text(state)
+        uploads.log(last)
+        uploads.finish()
+    assert run.digests[0] != run.digests[1]
+    assert [(aliases, metadata) for _, aliases, metadata, _ in run.logged] == [(["latest"], {})] * 2
 
 
 def test_a_slow_upload_holds_nobody_up_and_the_newest_waits(tmp_path: Path) -> None:
