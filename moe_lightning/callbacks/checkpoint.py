@@ -209,7 +209,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
         def choose() -> str:
             if trainer.state.fn == "fit":
-                self.enter_root(strategy)
+                self.enter_root(trainer)
             newest = newest_of(self._root)
             return "" if newest is None else str(newest[0] / MANIFEST)
 
@@ -219,16 +219,20 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy = own_strategy(trainer, "PartialExpertsCheckpoint", "use ModelCheckpoint")
-        if stage == "fit":  # rank 0 looks for what all load, and does so after this hook
-            self.enter_root(strategy)
+        own_strategy(trainer, "PartialExpertsCheckpoint", "use ModelCheckpoint")
 
-    def enter_root(self, strategy: ExpertParallelStrategy) -> None:
-        """Mark the directory on rank 0, so that older worlds commit nothing there: this one may resume from it. A
-        process that waits to join a running world marks nothing.
+    @override
+    def before_resuming(self, trainer: pl.Trainer) -> None:
+        _strategy(trainer).decide(partial(self.enter_root, trainer))  # rank 0 looks for what all load
+
+    def enter_root(self, trainer: pl.Trainer) -> None:
+        """Mark the directory on rank 0, so that older worlds commit nothing there: this one resumes from it. A process
+        that waits to join a running world marks nothing, nor does a trial (`fast_dev_run`), which saves nothing.
         """
+        strategy = _strategy(trainer)
         is_used = exists(storage_of(self._root), self._root / RECORD)
-        if not strategy.elastic.is_newcomer and strategy.is_global_zero and is_used:
+        is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if strategy.is_global_zero and not strategy.elastic.is_newcomer and is_used and not is_trial:
             self._mark.leave(strategy.world.generation)
 
     @override
@@ -290,7 +294,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
             node=strategy.elastic.node,
             fallback=fallback_directory(absolute(self._root)),
             report=rank_zero_warn,
-            enter=lambda: self.enter_root(strategy),
+            enter=lambda: self.enter_root(strategy.state.trainer),
         )
 
     @override

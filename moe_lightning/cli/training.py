@@ -568,8 +568,8 @@ def agreed_checkpoint(run: Run, config: Mapping[str, Any]) -> str | None:
 
     def choose() -> str | None:
         for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, PartialExpertsCheckpoint) and config["task"] == "train":
-                callback.enter_root(strategy)
+            if isinstance(callback, PartialExpertsCheckpoint) and config["task"] == "train" and goes_on(config):
+                callback.enter_root(run.trainer)
         return checkpoint_to_load(config)
 
     return strategy.decide(choose)

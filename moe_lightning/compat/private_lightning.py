@@ -868,6 +868,9 @@ class ResumableFrom(ModelCheckpoint):
         """Return the checkpoints to choose from, the same on every rank; collective."""
         raise NotImplementedError
 
+    def before_resuming(self, trainer: pl.Trainer) -> None:
+        """Called before a fit looks for the checkpoint that it resumes from; collective."""
+
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         return self.last_checkpoints(trainer)

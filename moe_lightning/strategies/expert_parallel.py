@@ -839,6 +839,10 @@ class ExpertParallelStrategy(DDPStrategy):
                 is to resume.
         """
         module, is_trusted = self.lightning_module, weights_only is False
+        trainer = private_lightning.trainer_of(module)
+        fit = trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
+        if fit is not None and (saver := private_lightning.callback_of(fit, private_lightning.ResumableFrom)):
+            saver.before_resuming(fit)
         self.checkpoints.begin_restoring(is_trusted=is_trusted)
         if "://" in str(checkpoint_path) and str(checkpoint_path).endswith(SUFFIX):  # a file of stock Lightning's
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=not is_trusted)
@@ -849,11 +853,11 @@ class ExpertParallelStrategy(DDPStrategy):
             place = place_of(str(checkpoint_path))
             checkpoint = self.checkpoints.open(place, self.reachable)
         self.checkpoints.begin_hooks(module)
-        positions, trainer = take_positions(checkpoint), private_lightning.trainer_of(module)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        positions = take_positions(checkpoint)
+        if fit is not None:
             if not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
                 raise weights_alone(checkpoint_path)
-            self.step_data.restore(positions, trainer.train_dataloader)
+            self.step_data.restore(positions, fit.train_dataloader)
             self.checkpoints.restore_schedulers(checkpoint)
         return checkpoint
 

@@ -26,7 +26,7 @@ from moe_lightning.callbacks.lost_tokens import DynamicK
 from moe_lightning.checkpoint import agent_handle
 from moe_lightning.checkpoint.agent_handle import AgentStatus, agent_alive, request_stop
 from moe_lightning.checkpoint.arena import arenas_name
-from moe_lightning.checkpoint.directory import checkpoints, run_of
+from moe_lightning.checkpoint.directory import checkpoints, newest_world, run_of
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.session import CheckpointSession
 from moe_lightning.cli.run_metrics import metrics_files, read_metrics
@@ -168,6 +168,19 @@ def test_a_training_that_starts_anew_deletes_no_checkpoints_of_another(root: Pat
             run(2, [*others, saver(root)], steps=3, pooled=False)
     assert sorted(path.name for path, _ in checkpoints(root)) == before
     assert len(run(2, [saver(root)], steps=4, ckpt_path="last")[0]["losses"]) == 1
+
+
+def test_only_a_training_that_resumes_or_saves_ends_the_saving_of_another(root: Path) -> None:
+    run(1, [saver(root)], steps=1)
+    before = newest_world(root)
+    with pytest.raises(RankFailure, match="begins at step 0"):
+        run(1, [saver(root)], steps=1, pooled=False)
+    for path in (None, "last", str(root)):
+        tried = {"trainer": WITH_CHECKPOINTS | {"fast_dev_run": 1}, "ckpt_path": path}
+        run_ranks(1, partial(train, callbacks=[saver(root)], **tried), pooled=True)
+    assert newest_world(root) == before
+    run(1, [saver(root)], steps=1, ckpt_path=str(root))
+    assert newest_world(root) > before, "a resumed training continues from what is committed by then"
 
 
 def test_last_is_what_was_written_last_by_any_callback(root: Path) -> None:
