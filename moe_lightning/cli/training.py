@@ -51,7 +51,7 @@ from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import TARGET, with_key
 from moe_lightning.data.text import TextData
-from moe_lightning.elastic.membership import ELASTIC_VARIABLE
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticTask
 from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.hub import model_folder, weights_folder
@@ -259,7 +259,9 @@ def check_room(config: Mapping[str, Any], module: pl.LightningModule) -> None:
         check_image(module.config.image_size)
         parameters = least_swin_parameters(module.architecture, module.config.num_experts)
         check_model(module.config, parameters, whole_memory(trainer, nodes_of(config)))
-    if config["check_memory"] and config["task"] == "train":
+    task = ElasticTask.from_environment()
+    is_replacement = task is not None and task.starts > 1  # the others' memory is not free, and the run was admitted
+    if config["check_memory"] and config["task"] == "train" and not is_replacement:
         from moe_lightning.cli.planning import check_memory
 
         check_memory(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose
+from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
 
 from moe_lightning import cores
@@ -16,8 +18,10 @@ from moe_lightning.cli import capacity, planning
 from moe_lightning.cli.composition import config_folder
 from moe_lightning.cli.footprint import TrainingShape, count_footprint
 from moe_lightning.cli.planning import PlannedRun, check_memory, memory_refusal, planned_run
+from moe_lightning.cli.training import check_room
 from moe_lightning.data.documents import source_files
 from moe_lightning.data.token_folder import Recipe, write_token_folder
+from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticTask
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
@@ -251,6 +255,16 @@ def test_a_run_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigurationError, match=r"this run needs .* GB a rank, 1\.27 GB are free: use trainer\."):
         check_memory(config)
     check_memory(_config("model.d_model=-1"))  # told where the model is built
+
+
+def test_a_worker_started_again_is_not_refused_for_the_memory_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "free_bytes", lambda ranks, on_cpu: capacity.RANK_BYTES + 1e9)
+    config, module = _config(*LARGE), LightningModule()
+    for starts in (1, 2):
+        task = ElasticTask(address="unix:relay", secret_file="secret", node="a", starts=starts)
+        monkeypatch.setenv(ELASTIC_VARIABLE, task.to_environment()[ELASTIC_VARIABLE])
+        with pytest.raises(ConfigurationError, match="this run needs") if starts == 1 else nullcontext():
+            check_room(config, module)
 
 
 @pytest.mark.parametrize("dense", ["ddp", "zero1", "fsdp", "hsdp"])
