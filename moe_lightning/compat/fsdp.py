@@ -72,6 +72,15 @@ def resting_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         yield shards.get(parameter, parameter)
 
 
+def drop_accumulated(module: nn.Module) -> None:
+    """Drop the gradients of backward passes whose sum over ranks was left to a later one."""
+    for unit in sharded_modules(module):
+        for parameter in _parameters_of(unit):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it was gathered before
+                parameter._unsharded_param.grad = None
+
+
 def keep_freezing(unit: nn.Module) -> None:
     """Freeze and unfreeze rows as a user does gathered values, which last until the end of a step only.
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from moe_lightning.checkpoint.optimizer_shards import AdamWReplay, verify_replays
 from moe_lightning.compat import private_lightning
-from moe_lightning.compat.fsdp import resting_parameters
+from moe_lightning.compat.fsdp import drop_accumulated, resting_parameters
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_, in_buckets
@@ -284,6 +284,11 @@ class DenseParts:
         finally:
             if self.is_in_rows:  # a fault may have undone it
                 module.set_requires_gradient_sync(True)
+
+    def drop_unsummed(self) -> None:
+        """Drop the gradients of a step that was left before its last backward pass, in which ranks sum them."""
+        if self.is_in_rows:
+            drop_accumulated(self._state.module)
 
     def resting_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the module's parameters as they are between steps, also inside of a step."""

@@ -627,6 +627,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state.forget_counts()
         for parameter in self.state.shards.unowned:  # no optimizer of this rank clears what a former fit has left
             parameter.grad = None
+        self.state.parts.drop_unsummed()
         if self.state.parts.is_in_rows:
             require_no_hooks(self.state.module, self.experts.stack_of)
         self.checkpoints.begin_training()
@@ -897,6 +898,11 @@ class ExpertParallelStrategy(DDPStrategy):
         self._sum_unfrozen()
         self.update.finite.begin_batch(self.state.module)
         self.update.before_step()
+        if self.steps.has_left_step:
+            self.steps.forget_step()
+            self.update.losses.clear()
+            self.state.forget_update()
+            self.state.parts.drop_unsummed()
         by_hand = not self.state.module.automatic_optimization
         with self.steps.training(args), self.state.shards.whole_groups() if by_hand else nullcontext():
             context = self.precision_plugin.train_step_context

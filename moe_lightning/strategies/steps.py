@@ -226,6 +226,14 @@ class Steps:
         """Forget the gradients that an aborted step has put aside."""
         self._earlier = None
 
+    @property
+    def has_left_step(self) -> bool:
+        """True if the running batch is the first of a step, and the step before was left after some of its batches, as
+        where a hook ends the epoch.
+        """
+        here = joined_slice(self._state.trainer.train_dataloader)
+        return self._earlier is not None and here is not None and here.micro == 0
+
     def draw_noise(self) -> None:
         """Set the positions of keyed noise: this rank's part of each sequence in the present world, and where layers
         are cut, its share of that.

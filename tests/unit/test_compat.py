@@ -142,7 +142,7 @@ ATTRIBUTES = {
     },
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
-        "_module_info", "_post_load_hook_handle", "_unsharded_param", "sharded_param",
+        "_module_info", "_post_load_hook_handle", "_unsharded_param", "sharded_param", "unsharded_accumulated_grad",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "_module_to_pre_load_state_dict_hook_handle", "_module_to_pre_save_state_dict_hook_handle", "fsdp_params",
