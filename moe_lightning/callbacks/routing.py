@@ -34,6 +34,7 @@ from moe_lightning.moe.replayed_routing import (
     forced,
     observing,
     read_samples,
+    remove_tokens,
     routers_of,
     write_tokens,
 )
@@ -41,6 +42,7 @@ from moe_lightning.moe.router import Router
 from moe_lightning.strategies.checks import require_automatic_optimization
 from moe_lightning.strategies.expert_parallel import own_strategy
 from moe_lightning.strategies.stages import StageMap, stages_of
+from moe_lightning.strategies.step_data import joined_slice
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 
@@ -137,8 +139,9 @@ class RoutingReplay(ExpertParallelCallback):
 
     Args:
         path: folder of `moe.replayed_routing`; of several machines, one that all of them see.
-        mode: "record" writes what the routers choose, each rank its samples; "replay" forces what was written, on any
-            number of ranks, with gradients through the weights.
+        mode: "record" writes what the routers choose, each rank its samples, and removes what the folder has of the
+            step that it begins with and of later ones; "replay" forces what was written, on any number of ranks, with
+            gradients through the weights.
 
     Raises:
         ConfigurationError: when training starts, another strategy, no router whose choices can be kept, or a stage of a
@@ -154,6 +157,7 @@ class RoutingReplay(ExpertParallelCallback):
         self._layers: list[int] = []
         self._seen: dict[TokenRange, _Seen] = {}
         self._table: tuple[TokenRange, Tensor] | None = None
+        self._has_begun = False
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -178,7 +182,7 @@ class RoutingReplay(ExpertParallelCallback):
                 "a stage of mesh.pp has no MoE layer whose routing could be kept: use fewer stages, or drop "
                 "RoutingReplay"
             )
-        self._seen, self._table = {}, None
+        self._seen, self._table, self._has_begun = {}, None, False
         routers = [self._routers[layer] for layer in self._layers]
         if self._mode == "record":
             recorders = [partial(self._record, layer) for layer in self._layers]
@@ -188,6 +192,14 @@ class RoutingReplay(ExpertParallelCallback):
         else:
             choosers = [partial(self._replay, layer) for layer in self._layers]
             self._stack.enter_context(choosing(routers, choosers))
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Remove what an attempt before has recorded, whose ranks had other samples, before any rank records."""
+        batch, has_begun = joined_slice(trainer.train_dataloader), self._has_begun
+        self._has_begun = True
+        if self._mode == "record" and not has_begun and batch is not None and trainer.is_global_zero:
+            remove_tokens(self._folder, trainer.global_step if pl_module.automatic_optimization else batch.step)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -64,6 +64,13 @@ def write_tokens(folder: Path, tokens: TokenRange, expert_ids: Tensor) -> None:
         save_safetensors({"expert_ids": expert_ids.to(torch.int16).contiguous()}, staged, {"format": "pt"})
 
 
+def remove_tokens(folder: Path, first_step: int) -> None:
+    """Remove what is recorded of a step and of all later ones."""
+    for tokens in _recorded_ranges(folder) if folder.is_dir() else ():
+        if tokens.step >= first_step:
+            (folder / tokens.name).unlink(missing_ok=True)
+
+
 def read_samples(folder: Path, wanted: TokenRange, count: int) -> Tensor:
     """[count, positions of the part, layers, K] of as many samples, from all files that have some.
 

@@ -100,6 +100,18 @@ def test_the_same_tokens_take_the_same_experts_on_any_ranks(tmp_path: Path) -> N
     assert run_pooled(3, fit, [(first, "replay")], 3e-2)[0] == pytest.approx(forced, abs=1e-5)
 
 
+def test_steps_that_are_recorded_again_on_fewer_ranks_hold_nothing_of_the_first_attempt(tmp_path: Path) -> None:
+    again, alone = tmp_path / "again", tmp_path / "alone"
+    again.mkdir()
+    (other := again / "notes.txt").touch()
+    run_pooled(2, fit, [(str(again), "record")], 3e-3)
+    run_pooled(1, fit, [(str(again), "record"), (str(alone), "record")], 3e-2)
+    assert other.exists()
+    for step in range(STEPS):
+        at = TokenRange(step=step, first_sample=0)
+        assert (read_samples(again, at, 2 * BATCH) == read_samples(alone, at, 2 * BATCH)).all(), step
+
+
 def test_the_end_of_a_recording_is_a_sentence(tmp_path: Path) -> None:
     folder = str(tmp_path / "routing")
     run_pooled(1, fit, [(folder, "record")], 3e-3)

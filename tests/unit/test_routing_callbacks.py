@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,28 @@ def test_a_record_keeps_a_committed_step_whose_hook_a_fault_has_left(monkeypatch
     trainer.strategy.elastic.step = SimpleNamespace(version=5)
     replay.on_world_changed(trainer, None)  # type: ignore[arg-type]
     assert list(replay._seen) == [last]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("mode", ["record", "replay"])
+def test_a_record_drops_the_steps_that_are_done_again(
+    mode: str, by_hand: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [TokenRange(step=step, first_sample=4).name for step in (4, 5, 6)]
+    for name in names:
+        (tmp_path / name).touch()
+    replay, trainer = RoutingReplay(str(tmp_path), mode), trainer_of(2 if by_hand else 5, 2)  # type: ignore[arg-type]
+    trainer.train_dataloader = None
+    monkeypatch.setattr(routing, "joined_slice", lambda _: SimpleNamespace(step=5))
+    module: Any = SimpleNamespace(automatic_optimization=not by_hand)
+    replay._routers = [SimpleNamespace(choice_hooks=ChoiceHooks())]  # type: ignore[misc]
+    replay._begin(SimpleNamespace(own=list))  # type: ignore[arg-type]
+    replay.on_train_batch_start(trainer, module, None, 0)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == (names[:1] if mode == "record" else names)
+    (tmp_path / names[2]).touch()
+    replay.on_train_batch_start(trainer, module, None, 1)
+    assert (tmp_path / names[2]).exists(), "only before the first step"
 
 
 def test_blocks_that_come_to_a_rank_are_compiled() -> None:
