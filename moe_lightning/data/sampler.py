@@ -57,6 +57,12 @@ class OwnGenerators:
         random.seed(words)
         np.random.seed(words % 2**32)  # noqa: NPY002
 
+    @staticmethod
+    def values() -> tuple[Any, ...]:
+        """Return values to compare, which every draw changes; called inside."""
+        of_torch, of_python, (_, words, *rest) = _states()
+        return of_torch.numpy().tobytes(), of_python, words.tobytes(), rest
+
 
 def _states() -> list[Any]:
     return [torch.get_rng_state(), random.getstate(), np.random.get_state()]  # noqa: NPY002

@@ -5,8 +5,8 @@ there are and wherever epochs end: an IterableDataset is iterated to its end, gi
 (`set_epoch`, if it has one), and iterated again. Every rank reads the whole stream and keeps its own samples.
 
 A mark is a position and the state to continue from there: the pass, how many of its samples were read, and the
-stream's own `state_dict`, if that is exact. Otherwise the pass is read again up to there, and its last sample has to be
-the same as before.
+stream's own `state_dict`, if that is exact and the pass has drawn nothing from the global generators, which are not in
+it. Otherwise the pass is read again up to there, and its last sample has to be the same as before.
 
 Data sets of litdata and MosaicML, which divide themselves among the ranks when they are iterated, are read by index
 instead, as map-style ones, in an order in which a rank reads its part of the files.
@@ -62,18 +62,19 @@ class StreamReader(Dataset[Any]):
             is seeded by (seed, pass).
         seed: of these draws.
         endless: pass after pass; otherwise the first one only.
-        keep: samples read last that are kept, for a step that is run again; none of a stream with a state.
+        keep: samples read last that are kept, for a step that is run again; none where the stream's state serves.
     """
 
     def __init__(self, stream: Any, *, seed: int, endless: bool, keep: int) -> None:
         self._stream, self._seed, self._endless = stream, seed, endless
         self._has_state = has_exact_state(stream)
         self._random = OwnGenerators(seed)
+        self._seeded: tuple[Any, ...] = ()  # the generators before the first draw of the pass
         self._iterator: Iterator[Any] | None = None
         self._lap = self._index = self._position = 0
         self._last: Any = _END
         self._marks = deque([_START], maxlen=_MARKS)
-        self._recent: deque[tuple[int, Any]] = deque(maxlen=0 if self._has_state else keep)
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=keep)
         self._is_checked = False
 
     @property
@@ -140,7 +141,10 @@ class StreamReader(Dataset[Any]):
         """Go on from a mark."""
         self._recent.clear()
         state = mark["state"] if self._has_state else None
-        self._begin(mark["lap"], vars(self._stream).get(_UNREAD) if state is None else state)
+        unread = vars(self._stream).get(_UNREAD)
+        if state is None and unread is not None:
+            self._stream.load_state_dict(copy.deepcopy(unread))
+        self._begin(mark["lap"], state)
         if state is not None:
             self._index = mark["index"]
         elif mark["index"]:
@@ -150,6 +154,7 @@ class StreamReader(Dataset[Any]):
     def _begin(self, lap: int, state: Any = None) -> None:
         """Iterate a pass, from a state of the stream's where one is given."""
         self._random.seed(mixed_seed(self._seed, lap))
+        self._seeded = self._random.values()
         if self._has_state and _UNREAD not in vars(self._stream):
             vars(self._stream)[_UNREAD] = copy.deepcopy(self._stream.state_dict())
         if hasattr(self._stream, "set_epoch"):
@@ -161,7 +166,8 @@ class StreamReader(Dataset[Any]):
 
     def _skip(self, count: int, last: int | None) -> None:
         rank_zero_info(
-            f"The stream {self._name} has no state to go on from: {count} samples of pass {self._lap} are read again."
+            f"The stream {self._name} has no exact state to go on from: {count} samples of pass {self._lap} are read "
+            "again."
         )
         assert self._iterator is not None
         sample: Any = _END
@@ -176,10 +182,13 @@ class StreamReader(Dataset[Any]):
         self._index, self._last = count, sample
 
     def _mark(self) -> Mark:
-        state = copy.deepcopy(self._stream.state_dict()) if self._has_state else None
-        if not self._is_checked:
-            _require_plain(state, self._name)
-            self._is_checked = True
+        state = None
+        if self._has_state and self._random.values() == self._seeded:
+            state = copy.deepcopy(self._stream.state_dict())
+            self._recent.clear()
+            if not self._is_checked:
+                _require_plain(state, self._name)
+                self._is_checked = True
         last = None if self._last is _END else fingerprint(self._last)
         return {"position": self._position, "lap": self._lap, "index": self._index, "state": state, "last": last}
 
