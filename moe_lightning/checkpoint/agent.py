@@ -316,7 +316,7 @@ class Agent:
             # A newer world takes directories away, which shows in many ways.
             is_own = not isinstance(error, Elsewhere)
             with contextlib.suppress(OSError):  # a storage that is away cannot be asked
-                if is_own and self._job is not None and self._is_fenced(self._job.world):
+                if is_own and self._job is not None and self._is_fenced(self._job.world, self._job.session):
                     return True
             # Storage may recover; a snapshot that makes no complete checkpoint stays as it is.
             keep = not isinstance(error, CheckpointError) or self._backoff.failures < _LAST_ATTEMPTS
@@ -378,7 +378,7 @@ class Agent:
         if session is None:
             return None, []
         world = max(table.world for table in waiting if table.session == session)
-        if self._is_fenced(world) or is_superseded(self.root, session):
+        if self._is_fenced(world, session) or is_superseded(self.root, session):
             return None, []
         left = left_behind(self._arenas, session)
         return session, [arena for path, arena in self._arenas.items() if path not in left]
@@ -472,8 +472,10 @@ class Agent:
             if job is not None and index is not None and arena.state.buffers[index].step == job.step:
                 arena.transition(lambda s: s.finish_persist() if success else s.fail_persist(keep=keep))
 
-    def _is_fenced(self, world: int) -> bool:
-        """Return True if a newer world saves or has resumed, which voids what this one has not committed."""
+    def _is_fenced(self, world: int, session: str) -> bool:
+        """Return True if a newer world saves or has resumed, which voids what a session of this one has not
+        committed.
+        """
         try:
             check_world(self.root, world)
         except Superseded as error:
@@ -481,7 +483,7 @@ class Agent:
                 self._end_job(success=False, keep=False)
             if self.status.error != str(error):
                 _log(error)
-                self._report(replace(self.status, error=str(error)))
+                self._report(replace(self.status, error=str(error), error_session=session))
             return True
         return False
 
@@ -498,7 +500,8 @@ class Agent:
             self._end_job(success=False, keep=keep)
         self._seen = None
         self._backoff.failed()
-        self._report(replace(self.status, error=problem, errors=self.status.errors + 1))
+        session = job.session if job is not None else ""
+        self._report(replace(self.status, error=problem, error_session=session, errors=self.status.errors + 1))
 
     def _pending(self) -> bool:
         """Return True if a snapshot waits to be persisted or is being copied."""

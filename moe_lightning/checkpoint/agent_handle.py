@@ -45,6 +45,7 @@ class AgentStatus:
         persist_s: from taking that snapshot up to its commit.
         persist_bytes: bytes that this node wrote for it.
         error: why the last attempt failed, one sentence; None once an attempt succeeded again.
+        error_session: the session of that attempt; empty if it is not known.
         errors: failed attempts so far.
         damaged: carried files that were found damaged so far.
         damage: the last one of them, one sentence.
@@ -56,6 +57,7 @@ class AgentStatus:
     persist_s: float = 0.0
     persist_bytes: int = 0
     error: str | None = None
+    error_session: str = ""
     errors: int = 0
     damaged: int = 0
     damage: str | None = None

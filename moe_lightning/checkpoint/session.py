@@ -282,9 +282,13 @@ class CheckpointSession:
         return self._snapshotter.report
 
     def status(self) -> AgentStatus:
-        """Last report of this node's agent; what it has committed where the report was deleted."""
+        """Last report of this node's agent, without an error of an earlier session; what it has committed where the
+        report was deleted.
+        """
         if self._opening.arenas.is_dir():
-            return read_status(self._opening.arenas)
+            status = read_status(self._opening.arenas)
+            is_earlier = "" < status.error_session < self._opening.session
+            return replace(status, error=None) if is_earlier else status
         if (found := newest_of(self._opening.root, self._opening.session)) is None:
             return AgentStatus()
         path, newest = found

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.agreement import Agreement, propose
 from moe_lightning.checkpoint.directory import (
     Superseded,
@@ -26,7 +28,7 @@ from moe_lightning.checkpoint.directory import (
     world_lock,
 )
 from moe_lightning.checkpoint.loader import find_newest
-from moe_lightning.checkpoint.session import later_session
+from moe_lightning.checkpoint.session import CheckpointSession, Opening, later_session
 from moe_lightning.checkpoint.storage import posix
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
@@ -233,6 +235,27 @@ def test_an_agent_stands_aside_and_ends(tmp_path: Path) -> None:
     assert old.agent.run(grace_s=0.0) == 0, "nothing of it is waited for"
     assert [path.name for path in old.root.glob("step-*")] == ["step-00000001"]
     assert not list(old.arenas.glob("*.arena"))
+
+
+def test_a_world_does_not_warn_of_the_errors_of_the_one_before(tmp_path: Path) -> None:
+    def warnings(session: str) -> list[str]:
+        opening = Opening(root=old.root, run="run", session=session, arenas=old.arenas, world_number=5, agent=None)
+        return warnings_of(CheckpointSession.status(cast(CheckpointSession, SimpleNamespace(_opening=opening))))
+
+    with node(tmp_path, session="1", world=4) as old:
+        old.save(1)
+        old.snapshot(2)
+        enter_world(old.root, 5)
+        old.persist()
+        assert "world 4 may not write" in warnings("1")[0]
+        assert warnings("2") == []
+    with node(tmp_path, session="2", world=5) as new:
+        new.agent.root = tmp_path / "file" / "checkpoints"
+        new.agent.root.parent.touch()
+        new.snapshot(3)
+        new.persist_attempts(1)
+        assert "failed (Not a directory)" in warnings("2")[0]
+        assert warnings("3") == []
 
 
 def test_the_mark_of_a_clock_that_was_ahead_is_named(tmp_path: Path) -> None:
