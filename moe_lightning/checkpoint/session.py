@@ -326,13 +326,15 @@ class CheckpointSession:
         mark_damaged(self._opening.root, self._opening.session, step)
 
     def close(self, *, timeout_s: float, wait: bool = True) -> AgentStatus:
-        """Publish what is being copied; with `wait`, let the agent commit it and leave.
+        """Publish what is being copied; with `wait`, let the agent commit it and leave. One that was killed is replaced
+        once.
 
         Raises:
             RuntimeError: the running copy failed.
             ConnectionError: it did.
-            LateCheckpoint: the agent could not write in time; the last committed checkpoint is as it was.
-            CheckpointError: the agent has ended, or a newer world saves here; the last one is as it was, too.
+            LateCheckpoint: the agent could not write in time, or has ended again; the last committed checkpoint is as
+                it was.
+            CheckpointError: a newer world saves here; the last one is as it was, too.
         """
         try:
             self._snapshotter.give_up()
@@ -344,14 +346,17 @@ class CheckpointSession:
             return self.status()
         newest, agent = self._snapshotter.newest_step, self._opening.agent
         began = time.monotonic()
-        deadline, problem = began + timeout_s, ""
+        deadline, problem, is_replaced = began + timeout_s, "", False
         while newest is not None and not self._has_committed(newest):
             check_world(self._opening.root, self._opening.world_number)
             if self._is_broken():
                 raise WorldAbortedError(f"a rank was lost while the checkpoint of step {newest} was written")
             status = self.status()
             gone = agent is not None and not agent.runs
-            if time.monotonic() > deadline or gone:
+            if agent is not None and gone and not is_replaced:
+                agent.ensure()
+                is_replaced = True
+            elif time.monotonic() > deadline or gone:
                 reason = status.error or ("its process has ended" if gone else "it did not answer")
                 if not self._opening.arenas.is_dir():
                     reason = _deletion_of(self._opening.arenas)
@@ -359,8 +364,6 @@ class CheckpointSession:
                 last = "there is no whole one" if before is None else f"the last whole one is step {before}"
                 waited = f"{time.monotonic() - began:.1f} s"
                 problem = f"the checkpoint of step {newest} is not written after {waited} ({reason}): {last}"
-                if gone:
-                    raise CheckpointError(problem)
                 break
             time.sleep(pause_s(self._opening.root))
         status = self.status()

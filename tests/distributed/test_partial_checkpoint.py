@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -181,6 +182,24 @@ def test_only_a_training_that_resumes_or_saves_ends_the_saving_of_another(root: 
     assert newest_world(root) == before
     run(1, [saver(root)], steps=1, ckpt_path=str(root))
     assert newest_world(root) > before, "a resumed training continues from what is committed by then"
+
+
+class KillAgent(pl.Callback):
+    """kill -9 of an agent before it has written anything, when training ends."""
+
+    def on_train_start(self, *_: Any) -> None:
+        agent, self._start = subprocess.Popen(["sleep", "600"]), agent_handle.start_agent
+        self._agent, agent_handle.start_agent = agent, lambda *_, **__: agent
+
+    def on_train_end(self, *_: Any) -> None:
+        agent_handle.start_agent = self._start
+        self._agent.kill()
+        self._agent.wait()
+
+
+def test_an_agent_that_was_killed_is_replaced_at_the_end(root: Path) -> None:
+    run(1, [saver(root), KillAgent()], steps=1, pooled=False)
+    assert [manifest.step for _, manifest in checkpoints(root)] == [1]
 
 
 def test_last_is_what_was_written_last_by_any_callback(root: Path) -> None:

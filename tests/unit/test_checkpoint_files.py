@@ -412,7 +412,8 @@ def closing(path: Path, **changes: Any) -> Any:
     return SimpleNamespace(
         _snapshotter=snapshotter, _protector=None, _world=World.single(), _has_committed=lambda step: False,
         _opening=SimpleNamespace(
-            agent=SimpleNamespace(runs=changes.pop("runs", True)), root=path, arenas=path, world_number=1
+            agent=SimpleNamespace(runs=changes.pop("runs", True), ensure=lambda: None),
+            root=path, arenas=path, world_number=1,
         ),
         status=lambda: status,
         _is_broken=lambda: False,
