@@ -289,7 +289,8 @@ class LoadBalancer(ExpertParallelCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":  # what was saved is loaded after this
-            self._known = None
+            self._set_planner(None)
+            self._known, self._costs.known = None, {}
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

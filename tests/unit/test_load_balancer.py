@@ -296,6 +296,18 @@ def test_planners_of_stages_go_on_with_their_part_of_the_state() -> None:
     assert not any(part.state_dict()["layers"]["0"]["load"])
 
 
+def test_a_fit_knows_nothing_of_the_one_before() -> None:
+    balancer = LoadBalancer()
+    balancer.planner = make()
+    balancer._costs.known = {0: balancer.planner.costs[0]}
+    trainer: Any = None
+    balancer.setup(trainer, trainer, "fit")
+    state = of(n0=1)
+    balancer.load_state_dict(state)
+    assert balancer.state_dict() == state
+    assert balancer._costs.known == {}
+
+
 def test_the_state_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="of 4 MoE layers, but the model has 2: resume with"):
         make().load_state_dict(of(n0=1))
