@@ -245,7 +245,8 @@ class LoadBalancer(ExpertParallelCallback):
     Raises:
         ConfigurationError: a value outside its range; when training starts: another strategy, layers with different
             numbers of experts, slots that differ between ranks, dispatch groups smaller than the world, ranks of a
-            pipeline without an MoE layer, manual optimization, or shadows of experts in four bits.
+            pipeline without an MoE layer, manual optimization, or shadows of experts in four bits or with hooks of
+            their gradients.
     """
 
     def __init__(

@@ -697,7 +697,8 @@ class ExpertParallelStrategy(DDPStrategy):
                 with its dense layers; None: all of it.
 
         Raises:
-            ConfigurationError: plans for other placements or several dispatch groups, or experts in four bits.
+            ConfigurationError: plans for other placements or several dispatch groups, or as
+                `require_shadows_possible`.
         """
         self.require_shadows_possible()
         self.experts.start_shadows(plans, self.shadow_dtype, early_shares or [1.0] * len(plans))
@@ -705,13 +706,19 @@ class ExpertParallelStrategy(DDPStrategy):
     def require_shadows_possible(self) -> None:
         """
         Raises:
-            ConfigurationError: experts in four bits.
+            ConfigurationError: experts in four bits, or with hooks of their gradients.
         """
         if any(layer.experts.in_4_bits for layer in self.experts.layers):
             raise ConfigurationError(
                 "shadows of experts in four bits would travel as if they were not: set the balancer's shadows to none, "
                 "or use kind=lora"
             )
+        for name, parameter in (pair for stack in self.experts.stacks for pair in stack.parameters.items()):
+            if private_torch.has_hooks(parameter):
+                raise ConfigurationError(
+                    f"experts.{name} has a hook of its gradient, which the gradients of shadow experts pass by: set "
+                    "the balancer's shadows to none, or change the gradient in on_before_optimizer_step"
+                )
 
     @property
     def shadow_dtype(self) -> torch.dtype:

@@ -23,7 +23,7 @@ from moe_lightning.dispatch.shadow_exchange import StepShadowTransfers
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
 from tests.distributed.balanced_training import Moving, random_placement, random_shadows, train
-from tests.distributed.harness import connect, run_pooled, run_ranks
+from tests.distributed.harness import RankFailure, connect, run_pooled, run_ranks
 from tests.distributed.same_training import CASES, TOLERANCE, assert_same_training, on_one_world, reference
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, set_up
 from tests.parameters import slow
@@ -326,6 +326,18 @@ def validate_in_a_step(rank: int, world_size: int) -> float | None:
 
 def test_shadows_take_no_part_in_evaluation() -> None:
     assert run_pooled(2, validate_in_a_step) == [0.0, 0.0]
+
+
+class Masked(OwnModule):
+    """Keeps the first matrices of all experts as they are."""
+
+    def on_fit_start(self) -> None:
+        self.moe.experts.w_up.register_hook(torch.zeros_like)
+
+
+def test_hooks_that_gradients_of_shadows_would_pass_by_are_refused() -> None:
+    with pytest.raises(RankFailure, match=r"experts\.w_up has a hook .*: set the balancer's shadows to none, or"):
+        run_pooled(2, partial(train, own_module=Masked, steps=2, moving={"shadows": True}))
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
