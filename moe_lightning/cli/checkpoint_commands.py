@@ -171,14 +171,14 @@ def _edit(arguments: argparse.Namespace) -> int:
     if report.losses is not None:
         before, after = report.losses
         loss = f"{before:.6f} -> {after:.6f}, {arguments.batches} batches at most"
+    further = "its weights alone: like the source it has no state of a training to resume"
+    if report.can_resume:
+        target = shlex.quote(f"resume={arguments.target}")
+        further = f"the settings of the run, and run_name=NAME {target} model.num_experts={report.experts[1]}"
     facts = _facts(
         ("experts of a layer", f"{report.experts[0]} -> {report.experts[1]}"),
         ("validation loss", loss),
-        (
-            "go on with",
-            f"the settings of the run, and run_name=NAME {shlex.quote(f'resume={arguments.target}')} "
-            f"model.num_experts={report.experts[1]}",
-        ),
+        ("go on with", further),
     )
     print(facts)
     return 0

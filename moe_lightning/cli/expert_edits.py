@@ -103,10 +103,12 @@ class EditReport:
     Attributes:
         experts: of a layer, before and after.
         losses: validation loss of the same batches, before and after; None: the checkpoint's run is not known.
+        can_resume: False: the checkpoint has weights alone.
     """
 
     experts: tuple[int, int]
     losses: tuple[float, float] | None
+    can_resume: bool
 
 
 def edit_file(
@@ -145,6 +147,7 @@ def edit_file(
     return EditReport(
         experts=(num_experts, len(tables[0])),
         losses=None if config is None or before is None else (before, _loss(target, config, batches)),
+        can_resume="optimizer_states" in edited,
     )
 
 
@@ -168,9 +171,11 @@ def edit_checkpoint(
     named = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = optimizer_of(module, module.optimizer_config).param_groups
     names = [named[id(parameter)] for group in groups for parameter in group["params"]]
-    edited["optimizer_states"] = [_edited_optimizer(saved, names, table_of) for saved in checkpoint["optimizer_states"]]
-    kept = checkpoint.get("callbacks", {}).items()
-    edited["callbacks"] = {name: value for name, value in kept if not str(name).startswith(_PER_EXPERT)}
+    if (optimizers := checkpoint.get("optimizer_states")) is not None:  # else a file of weights alone
+        edited["optimizer_states"] = [_edited_optimizer(saved, names, table_of) for saved in optimizers]
+    if (callbacks := checkpoint.get("callbacks")) is not None:
+        kept = {name: value for name, value in callbacks.items() if not str(name).startswith(_PER_EXPERT)}
+        edited["callbacks"] = kept
     return edited
 
 

@@ -102,6 +102,21 @@ def test_merging_undoes_duplicating_and_the_command_that_goes_on_is_printed(
             assert torch.equal(value, again["optimizer_states"][0]["state"][number][name]), (number, name)
 
 
+def test_weights_alone_are_edited_and_cannot_be_resumed(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `ModelCheckpoint(save_weights_only=True)` saves them."""
+    of_training = {"optimizer_states", "lr_schedulers", "callbacks"}
+    weights = {key: value for key, value in read_file(whole).items() if key not in of_training}
+    write_file(weights, tmp_path / "weights.ckpt")
+    source, target = tmp_path / "weights.ckpt", tmp_path / "new.ckpt"
+    assert main(["edit", str(source), str(target), "--prune", "2", "--batches", "0"]) == 0
+    assert "resume=" not in capsys.readouterr().out
+    made = read_file(target)
+    assert made.keys() == weights.keys()
+    assert torch.equal(logits(target), logits(edited(whole, "pruned.ckpt", prune=["2"])))
+
+
 def test_both_models_of_a_run_that_averages_its_weights_are_edited(whole: Path) -> None:
     checkpoint, module = read_file(whole), module_of(whole)
     trains_on = {name: value + 1 for name, value in checkpoint["state_dict"].items()}
