@@ -236,6 +236,11 @@ def elastic_options(config: Mapping[str, Any], *, external: bool) -> dict[str, A
         )
     if enabled is True and not recovers:
         raise ConfigurationError("elastic.enabled=true needs a callback that recovers: use callbacks=fault_recovery")
+    if enabled and meets_others and not recovers:
+        raise ConfigurationError(
+            "elastic.rdzv_endpoint or elastic.num_nodes is given, but no callback recovers, so this machine would "
+            "train alone: add callbacks=fault_recovery, or give elastic.enabled=false"
+        )
     return None if external or not (enabled and recovers) else {**options, "settings": waits}
 
 

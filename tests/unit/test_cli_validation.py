@@ -72,10 +72,17 @@ def test_addresses_without_a_port_that_there_is(address: str) -> None:
 
 
 def test_elastic_settings_are_checked_in_every_run() -> None:
-    assert elastic_options(composed("elastic.rdzv_endpoint='host:29400'"), external=False) is None
+    assert elastic_options(composed("elastic.enabled=false", "elastic.num_nodes=2"), external=False) is None
     for override in ("elastic.settings.min_ranks=0", "elastic.settings.join_window_s=nan", "elastic.max_restarts=-1"):
         with pytest.raises(ConfigurationError, match=override.split("=")[0]):
             elastic_options(composed(override), external=False)
+
+
+@pytest.mark.parametrize("override", ["rdzv_endpoint='host:29400'", "num_nodes=2"])
+def test_machines_that_would_each_train_alone_are_refused(override: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"this machine would train alone: add callbacks=fault_recovery"):
+        elastic_options(composed(f"elastic.{override}"), external=False)
+    assert elastic_options(composed(f"elastic.{override}", "callbacks=fault_recovery"), external=False) is not None
 
 
 @pytest.mark.parametrize("override", ["rdzv_endpoint='host:29400'", "num_nodes=4", "enabled=true"])
