@@ -467,7 +467,7 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
     def _open(self, trainer: pl.Trainer, strategy: ExpertParallelStrategy) -> None:
         self._began_at = self._saved_at or 0
         state = strategy.state.training_state()
-        restored = None if self.lost.has_begun else strategy.state.restored
+        restored = strategy.state.restored if self.lost.checkpoint_ledger is None else None
         self.lost.begin(trainer, state, trainer.global_step - (self._saved_at or 0))
         ledger = self.lost.checkpoint_ledger
         contents = SnapshotContents(

@@ -138,7 +138,7 @@ class LostTokens:
         settings: how to save.
 
     Attributes:
-        checkpoint_ledger: tokens in the live state and in memory; None before the first checkpoint, and of
+        checkpoint_ledger: tokens in the live state and in memory; None before the run's first checkpoint, and of
             a dense model.
         counts: assignments that the ledger has not recorded yet.
     """
@@ -147,7 +147,6 @@ class LostTokens:
         self._settings = settings
         self.checkpoint_ledger: CheckpointLedger | None = None
         self.counts = TokenCounts()
-        self._received: dict[str, Any] | None = None
         self._lost_plt = 0.0  # by faults that the choice of K does not know yet
 
     @property
@@ -155,20 +154,30 @@ class LostTokens:
         """Proportion of lost tokens so far (MoC eq. 7)."""
         return self.checkpoint_ledger.plt if self.checkpoint_ledger is not None else 0.0
 
-    @property
-    def has_begun(self) -> bool:
-        """True if this rank counts, or has received the counts of others."""
-        return self.checkpoint_ledger is not None or self._received is not None
-
     def state_dict(self) -> dict[str, Any]:
         """For a rank that joins a running world."""
         ledger = None if self.checkpoint_ledger is None else self.checkpoint_ledger.state_dict()
         return {"checkpoint_ledger": ledger, "lost_plt": self._lost_plt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Drop all counts, and count on from the state of another rank at the next `begin`."""
-        self.checkpoint_ledger, self._received = None, state_dict.get("checkpoint_ledger")
+        """Drop all counts, and count on from the state of another rank."""
+        self.checkpoint_ledger, saved = None, state_dict.get("checkpoint_ledger")
+        if saved is not None:
+            self.checkpoint_ledger = self._new_ledger(saved["planned"].numpy(), saved["processed"].shape[1])
+            self.checkpoint_ledger.load_state_dict(saved)
         self.counts, self._lost_plt = TokenCounts(), state_dict.get("lost_plt", 0.0)
+
+    def _new_ledger(self, planned: IntArray, num_experts: int) -> CheckpointLedger:
+        """Return an empty one; `begin` sets the ranks that write the experts."""
+        return CheckpointLedger(
+            num_layers=len(planned),
+            num_experts=num_experts,
+            planned_assignments=planned,
+            owners=np.zeros((len(planned), num_experts), dtype=np.int64),
+            num_ranks=1,
+            scopes=parse_scopes(self._settings.scopes),
+            order=self._settings.order,
+        )
 
     def enter_world(self, stages: StageMap, world: World, *, has_rolled_back: bool) -> None:
         """Go on in another world, where all ranks have the same counts; collective.
@@ -178,9 +187,7 @@ class LostTokens:
         """
         if has_rolled_back:
             self.load_state_dict({})
-        recorded = None if self._received is None else self._received["processed"]
-        if self.checkpoint_ledger is not None:
-            recorded = self.checkpoint_ledger.processed
+        recorded = None if self.checkpoint_ledger is None else self.checkpoint_ledger.processed
         self.counts.enter_world(recorded, stages, world)
 
     def begin(self, trainer: pl.Trainer, state: TrainingState, steps: int) -> None:
@@ -189,24 +196,12 @@ class LostTokens:
         Args:
             steps: over which new counts were made.
         """
+        if self.checkpoint_ledger is None and state.num_experts and self.counts.total is not None:
+            per_step = self.counts.total.sum(dim=1).cpu().numpy() // max(1, steps)
+            planned: IntArray = np.maximum(per_step * planned_steps(trainer), 1)
+            self.checkpoint_ledger = self._new_ledger(planned, state.num_experts)
         if self.checkpoint_ledger is not None:
             self.checkpoint_ledger.reassign(state.owners(), state.world_size)
-        elif state.num_experts and (self.counts.total is not None or self._received is not None):
-            new = self.counts.total
-            per_step = 0 if new is None else new.sum(dim=1).cpu().numpy() // max(1, steps)
-            planned: IntArray = np.maximum(per_step * planned_steps(trainer), 1)
-            self.checkpoint_ledger = CheckpointLedger(
-                num_layers=state.num_layers,
-                num_experts=state.num_experts,
-                planned_assignments=planned,
-                owners=state.owners(),
-                num_ranks=state.world_size,
-                scopes=parse_scopes(self._settings.scopes),
-                order=self._settings.order,
-            )
-            if self._received is not None:
-                self.checkpoint_ledger.load_state_dict(self._received)
-        self._received = None
 
     def record(self) -> None:
         """Enter the counts of whole steps into the ledger, if there is one."""

@@ -442,12 +442,39 @@ def test_a_rank_that_joins_a_larger_world_saves_the_same_experts_as_the_others_d
     assert plans[0] == plans[1] == [[True, False, True, False]]
 
 
+def test_a_rank_that_has_joined_passes_on_what_it_received() -> None:
+    joined = LostTokens(CheckpointSettings())
+    joined.load_state_dict(counting(1, 2, 3, 4).state_dict())
+    saved = joined.state_dict()["checkpoint_ledger"]
+    assert saved is not None
+    assert saved["processed"].tolist() == [[1, 2, 3, 4]]
+
+
+def lose_before_the_first_save(rank: int, world_size: int) -> Any:
+    """Rank 0 has been there, and rank 1 has joined and not saved yet, when experts come back older."""
+    lost, world = counting(1, 2, 3, 4), connect()
+    if rank == 1:
+        state, lost = lost.state_dict(), LostTokens(CheckpointSettings())
+        lost.load_state_dict(state)
+    stages: Any = SimpleNamespace(layers=[MoELayer(8, 8, 4)])
+    lost.lose({(0, 2): -1}, stages, world)
+    lost.enter_world(stages, world, has_rolled_back=False)
+    begin(lost, world_size)
+    state = lost.state_dict()
+    saved = state["checkpoint_ledger"]
+    return saved["lost"].tolist(), saved["processed"].tolist(), state["lost_plt"], lost.counts.total
+
+
+def test_a_rank_that_has_joined_loses_tokens_as_the_others_do() -> None:
+    assert run_ranks(2, lose_before_the_first_save) == [([3], [[1, 2, 0, 4]], pytest.approx(3 / 1000), None)] * 2
+
+
 def test_counts_that_a_rank_received_go_with_a_return_to_a_saved_step() -> None:
     stages: Any = SimpleNamespace(layers=[MoELayer(8, 8, 4)], numbers=[0])
     joined = LostTokens(CheckpointSettings())
     joined.load_state_dict(counting(1, 2, 3, 4).state_dict())
     joined.enter_world(stages, World.single(), has_rolled_back=True)
-    assert not joined.has_begun
+    assert joined.checkpoint_ledger is None
 
 
 def test_a_skipped_update_is_not_the_last_of_a_batch_under_manual_optimization() -> None:
