@@ -237,7 +237,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._saved_at = trainer.global_step
+        # Not in a first fit, nor where the world has changed in this one.
+        follows_a_fit, self._saved_at = self._saved_at is not None, trainer.global_step
         self._times = StepTimes()
         strategy = _strategy(trainer)
         self._is_elastic = strategy.worlds.is_elastic
@@ -248,9 +249,9 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             # The second refuses copies of several runs, before training instead of at its first save.
             strategy.decide(self._require_no_others if begins else partial(run_of, self._root))
-        if not self._is_elastic and strategy.state.restored is not None:
+        if follows_a_fit and (begins or strategy.state.restored is not None):
             self._settings = self._asked
-            self.lost = LostTokens(self._settings)  # of the state that was restored
+            self.lost = LostTokens(self._settings)  # those of the fit before are of another state
 
     def _require_no_others(self) -> None:
         """Refuse checkpoints that this training does not continue from: it would soon delete them, and a recovery

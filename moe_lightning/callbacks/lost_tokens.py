@@ -67,6 +67,11 @@ class DynamicK(Callback):
         return self.rule
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.global_step == 0:  # what was saved is loaded after this
+            self._saved, self.rule = {}, None
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict() if self.rule is not None else dict(self._saved)
 

@@ -8,8 +8,10 @@ import math
 import re
 import warnings
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from moe_lightning.callbacks import checkpoint
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.lost_tokens import LostTokens, TokenCounts
 from moe_lightning.callbacks.spike_guard import SpikeGuard
 from moe_lightning.checkpoint.policy import CheckpointLedger, CheckpointSettings
@@ -475,6 +479,40 @@ def test_counts_that_a_rank_received_go_with_a_return_to_a_saved_step() -> None:
     joined.load_state_dict(counting(1, 2, 3, 4).state_dict())
     joined.enter_world(stages, World.single(), has_rolled_back=True)
     assert joined.checkpoint_ledger is None
+
+
+@pytest.mark.parametrize(
+    ("is_elastic", "step", "is_restored", "world_changes", "is_kept"),
+    [
+        pytest.param(False, 5, True, False, False, id="from a checkpoint"),
+        pytest.param(True, 5, True, False, False, id="from a checkpoint, elastic"),
+        pytest.param(True, 0, False, False, False, id="from the beginning"),
+        pytest.param(True, 5, False, False, True, id="training goes on"),
+        pytest.param(True, 5, True, True, True, id="in another world"),
+    ],
+)
+def test_a_later_fit_counts_on_only_where_its_state_is_that_of_the_counts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_elastic: bool,
+    step: int,
+    is_restored: bool,
+    world_changes: bool,
+    is_kept: bool,
+) -> None:
+    strategy, saver = mock.MagicMock(world=World.single()), PartialExpertsCheckpoint(str(tmp_path))
+    strategy.worlds.is_elastic, strategy.elastic.has_rolled_back, strategy.state.restored = is_elastic, False, None
+    strategy.state.stages.layers = [SimpleNamespace(num_experts=4)]
+    monkeypatch.setattr(checkpoint, "own_strategy", lambda *_: strategy)
+    trainer, module = pl.Trainer(logger=False, enable_checkpointing=False), pl.LightningModule()
+    saver.on_train_start(trainer, module)
+    saver.lost.load_state_dict(counting(1, 2, 3, 4).state_dict())
+    strategy.state.restored = object() if is_restored else None
+    if world_changes:
+        saver.on_world_changed(trainer, module)
+    monkeypatch.setattr(pl.Trainer, "global_step", step)
+    saver.on_train_start(trainer, module)
+    assert (saver.lost.checkpoint_ledger is not None) == is_kept
 
 
 def test_a_skipped_update_is_not_the_last_of_a_batch_under_manual_optimization() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -130,3 +132,14 @@ def test_the_callback_keeps_what_was_spent_however_often_a_session_opens() -> No
     survivor.load_state_dict(state)  # a rollback
     assert start(survivor).k == k
     assert survivor.state_dict() == state
+
+
+@pytest.mark.parametrize(("step", "is_kept"), [(0, False), (7, True)])
+def test_only_a_fit_that_begins_anew_forgets_what_was_spent(step: int, is_kept: bool) -> None:
+    dynamic, trainer = DynamicKCallback(0.0375), SimpleNamespace(global_step=step)
+    dynamic.start(k0=1, num_experts=16).after_fault(0.02)
+    spent, module = dynamic.state_dict(), pl.LightningModule()
+    dynamic.setup(trainer, module, "validate")  # type: ignore[arg-type]
+    assert dynamic.state_dict() == spent
+    dynamic.setup(trainer, module, "fit")  # type: ignore[arg-type]
+    assert dynamic.state_dict() == (spent if is_kept else {})
