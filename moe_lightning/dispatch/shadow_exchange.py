@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 import torch
@@ -148,7 +149,7 @@ class ShadowTransfers:
                 empty = torch.zeros(_size(parameter), dtype=parameter.dtype, device=parameter.device)
                 send.append(empty if gradient is None else gradient[ascending.index(expert)].reshape(-1))
         length = sum(_size(self._parameters[name]) for name in names)
-        dtype = next(iter(self._parameters.values())).dtype
+        dtype = reduce(torch.promote_types, (self._parameters[name].dtype for name in names))
         self._agg = self._exchange(send, self._received_from, self._sent_to, length, dtype)
 
     @torch.no_grad()

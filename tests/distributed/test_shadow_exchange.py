@@ -148,6 +148,25 @@ def test_weights_come_and_gradients_go_home(world_size: int) -> None:
     assert all(wait >= 0 for result in results for wait in result["waits"])
 
 
+def visit_with_adapters(rank: int, world_size: int) -> torch.Tensor | None:
+    """Expert 0 of rank 0 on rank 1; what is trained has another dtype than what is frozen beside it."""
+    plan = ShadowPlan(shadows=np.array([[False, True], [False, False]]), homes=np.array([0, 1]))
+    step = StepShadowTransfers(connect(), torch.float32)
+    base = torch.nn.Parameter(torch.ones(1, 3, dtype=torch.bfloat16), requires_grad=False)
+    adapter = torch.nn.Parameter(torch.ones(1, 5))
+    transfers = step.add_layer({"base": base, "adapter": adapter}, (rank,), plan)
+    step.begin()
+    step.is_last_backward = True
+    (transfers.weights()["adapter"] * 3.0).sum().backward()
+    step.finish()
+    return adapter.grad
+
+
+def test_gradients_go_home_in_their_dtype() -> None:
+    home, _ = run_ranks(2, visit_with_adapters)
+    assert torch.equal(home, torch.full((1, 5), 3.0))
+
+
 def leave(rank: int, world_size: int) -> bool:
     """True if the memory of a shadow is free once its step is over, without the help of the garbage collector."""
     world = connect()
