@@ -79,7 +79,8 @@ class ShadowTransfers:
         self._pending: list[PendingExchange] = []
         self._stacks: dict[str, Tensor] | None = None
         self._gradients_seen = 0
-        self._agg: PendingExchange | None = None
+        self._is_sent = False  # every gradient so far
+        self._aggs: list[PendingExchange] = []  # several where parts of a step have backward passes of their own
 
     # ------------------------------------------------------------------ called by the layer
 
@@ -136,9 +137,10 @@ class ShadowTransfers:
             self._pending.append(self._exchange(send, self._sent_to, self._received_from, length, self._step.dtype))
 
     def start_agg(self) -> None:
-        """Send the gradients of the shadows to their home ranks; collective."""
-        if not self._parts or self._agg is not None:
+        """Send the gradients of the shadows to their home ranks, and drop them here; collective."""
+        if not self._parts or self._is_sent:
             return
+        self._is_sent = True
         names = self._trained()
         ascending = sorted(expert for _, expert in self._received_from)
         send = []
@@ -150,15 +152,19 @@ class ShadowTransfers:
                 send.append(empty if gradient is None else gradient[ascending.index(expert)].reshape(-1))
         length = sum(_size(self._parameters[name]) for name in names)
         dtype = reduce(torch.promote_types, (self._parameters[name].dtype for name in names))
-        self._agg = self._exchange(send, self._received_from, self._sent_to, length, dtype)
+        self._aggs.append(self._exchange(send, self._received_from, self._sent_to, length, dtype))
+        for stack in (self._stacks or {}).values():
+            stack.grad = None
 
     @torch.no_grad()
     def finish(self) -> None:
         """Add the received gradients of shadows to those of the resident experts, in rank order."""
-        if self._agg is None:
-            return
-        with self._step.costs.agg_waits.exchange(self._world.device):
-            arrived = self._agg.wait()
+        for agg in self._aggs:
+            with self._step.costs.agg_waits.exchange(self._world.device):
+                arrived = agg.wait()
+            self._add(arrived)
+
+    def _add(self, arrived: Tensor) -> None:
         start = 0
         for _, expert in self._sent_to:
             for name in self._trained():
@@ -171,7 +177,7 @@ class ShadowTransfers:
 
     def release(self) -> None:
         """Free the shadows' memory, which their gradient hooks would otherwise keep alive."""
-        self._stacks, self._agg, self._pending = None, None, []
+        self._stacks, self._aggs, self._pending = None, [], []
 
     def _exchange(
         self,
@@ -212,6 +218,7 @@ class ShadowTransfers:
 
     def _on_gradient(self, _: Tensor) -> None:
         self._gradients_seen += 1
+        self._is_sent = False
         complete = self._gradients_seen % len(self._trained()) == 0
         if complete and self._step.is_last_backward:
             self.start_agg()

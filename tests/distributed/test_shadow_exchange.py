@@ -269,6 +269,28 @@ def test_shadows_under_activation_checkpointing() -> None:
         np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
 
 
+class CheckpointedTwice(OwnModule):
+    """Its MoE layer lies in two reentrant checkpoints, each with a backward pass of its own."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        h = self.embed(batch[0])
+        for _ in range(2):
+            h = h + torch.utils.checkpoint.checkpoint(self.moe, h, use_reentrant=True)
+        loss = torch.nn.functional.cross_entropy(self.out(h).flatten(0, 1), batch[1].flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+
+def test_shadows_of_a_layer_in_two_reentrant_checkpoints() -> None:
+    options = {"own_module": CheckpointedTwice, "steps": 4, "strategy": {"static_graph": True}}
+    (alone,), ranks = (
+        run_pooled(1, partial(train, **options)),
+        run_pooled(2, partial(train, moving={"shadows": True}, **options)),
+    )
+    assert ranks[0]["shadow_copies"] > 0
+    assert_same_training(alone, ranks)
+
+
 class Device:
     """A GPU that works behind the host: events and transfers take its time."""
 
