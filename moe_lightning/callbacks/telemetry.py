@@ -7,6 +7,7 @@ are spread over ranks.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import time
@@ -250,12 +251,14 @@ class Telemetry(Callback):
         self._health = RoutingHealth()
         self._comparison = RankComparison()
         self._pace = _Pace()
+        self._counted: tuple[tuple[int, int], _Pace] | None = None  # last step and batch, and the pace after it
         self._exchanges = _ExchangeTime()
         self._lr = 0.0  # of the last update
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._health, self._comparison, self._pace = RoutingHealth(), RankComparison(), _Pace()
+        self._counted = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -300,13 +303,18 @@ class Telemetry(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not getattr(trainer.strategy, "is_dummy_batch", False):
-            part, parts = _part_of_layers(trainer)
-            tokens = _num_tokens(batch) if part == 0 else 0  # those who compute the other parts have them, too
-            self._pace.add_batch(tokens, (getattr(pl_module, "flops_per_batch", None) or 0) / parts)
-        if private_lightning.is_accumulating(trainer):
-            return
-        self._pace.end_step()
+        ended = trainer.global_step, batch_idx
+        if self._counted is not None and self._counted[0] == ended:  # a fault has ended this hook, which runs again
+            self._pace = copy.copy(self._counted[1])
+        else:
+            if not getattr(trainer.strategy, "is_dummy_batch", False):
+                part, parts = _part_of_layers(trainer)
+                tokens = _num_tokens(batch) if part == 0 else 0  # those who compute the other parts have them, too
+                self._pace.add_batch(tokens, (getattr(pl_module, "flops_per_batch", None) or 0) / parts)
+            if private_lightning.is_accumulating(trainer):
+                return
+            self._pace.end_step()
+            self._counted = ended, copy.copy(self._pace)
         self._exchanges.watch(trainer)
         if not private_lightning.logs_now(trainer):
             return
@@ -323,8 +331,10 @@ class Telemetry(Callback):
         health = self._health.observe({layer: np.array(shares_E) for layer, shares_E in loads.items()})
         has_mfu = self._peak_flops_per_s is not None or trainer.strategy.root_device.type == "cuda"
         has_mfu &= stages.num_stages == 1  # a module knows the operations of its last micro-batch alone
+        has_mfu &= getattr(pl_module, "flops_per_batch", None) is not None
+        pace, elapsed_s = self._counted[1], self._pace.end()
         metrics = [
-            *self._pace_metrics(has_mfu=has_mfu and getattr(pl_module, "flops_per_batch", None) is not None),
+            *_pace_metrics(pace, elapsed_s, self._peak_flops_per_s, has_mfu=has_mfu),
             *self._exchanges.metrics(trainer),
             *_device_metrics(trainer),
             Metric(name="train/lr", value=self._lr),
@@ -338,6 +348,7 @@ class Telemetry(Callback):
             if not math.isfinite(numbers.get(name, 0.0)):
                 del numbers[name]
         of_ranks = round(numbers["train/tokens_seen"])
+        self.train_s += elapsed_s
         self.tokens_trained, self.tokens_seen = self.tokens_trained + of_ranks, self.tokens_seen + of_ranks
         pl_module.log_dict(numbers | {"train/tokens_seen": float(self.tokens_seen)} | _slowest_rank(trainer))
         if trainer.is_global_zero:
@@ -360,22 +371,22 @@ class Telemetry(Callback):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.tokens_seen = state_dict["tokens_seen"]
         self._pace.undo()
+        self._counted = None
 
-    def _pace_metrics(self, *, has_mfu: bool) -> Iterator[Metric]:
-        """Throughput since the last call.
 
-        Args:
-            has_mfu: MFU is one of the metrics, as on all ranks: this one may have had no work since then.
-        """
-        tokens, steps, flops = int(self._pace.tokens), self._pace.steps, self._pace.flops
-        elapsed_s = self._pace.end()
-        yield Metric(name="train/tokens_per_s", value=tokens / elapsed_s, over_ranks="sum")
-        yield Metric(name="train/tokens_seen", value=tokens, over_ranks="sum")  # since the last call
-        yield Metric(name="train/step_ms", value=1e3 * elapsed_s / steps, over_ranks="max")
-        if has_mfu:
-            peak = math.nan if self._peak_flops_per_s is None else self._peak_flops_per_s
-            yield Metric(name="train/mfu_ratio", value=flops / elapsed_s / peak, over_ranks="mean")
-        self.train_s += elapsed_s
+def _pace_metrics(pace: _Pace, elapsed_s: float, peak_flops_per_s: float | None, *, has_mfu: bool) -> Iterator[Metric]:
+    """Throughput of the steps that a pace has counted.
+
+    Args:
+        has_mfu: MFU is one of the metrics, as on all ranks: this one may have had no work in these steps.
+    """
+    tokens = int(pace.tokens)
+    yield Metric(name="train/tokens_per_s", value=tokens / elapsed_s, over_ranks="sum")
+    yield Metric(name="train/tokens_seen", value=tokens, over_ranks="sum")  # of these steps
+    yield Metric(name="train/step_ms", value=1e3 * elapsed_s / pace.steps, over_ranks="max")
+    if has_mfu:
+        peak = math.nan if peak_flops_per_s is None else peak_flops_per_s
+        yield Metric(name="train/mfu_ratio", value=pace.flops / elapsed_s / peak, over_ranks="mean")
 
 
 def known_peak(device: torch.device, precision: str) -> float | None:

@@ -247,6 +247,27 @@ def test_steps_that_a_rollback_undoes_do_not_count() -> None:
     assert counted.tokens_trained == (36 + 12) * LENGTH
 
 
+@pytest.mark.parametrize("fault_in", ["expert_loads", "reduced"])
+def test_a_hook_that_is_run_again_counts_its_step_once(fault_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Repeats(Telemetry):
+        def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+            with monkeypatch.context() as patched:
+                if trainer.global_step == 3:
+                    patched.setattr(telemetry, fault_in, fault)
+                    with pytest.raises(ZeroDivisionError):
+                        super().on_train_batch_end(trainer, *arguments)
+                    self._pace.begin()
+            super().on_train_batch_end(trainer, *arguments)
+
+    def fault(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    counted, logged = Repeats(), Logged()
+    _fit([counted, logged], steps=6)
+    assert (counted.tokens_seen, counted.tokens_trained) == (72 * LENGTH, 72 * LENGTH)
+    assert counted.train_s == pytest.approx(sum(3e-3 * logged.steps[step]["train/step_ms"] for step in (3, 6)))
+
+
 def _tokens_on_ranks(rank: int, world_size: int) -> int:
     counted = Telemetry()
     trainer = make_trainer(rank, world_size, callbacks=[counted], max_steps=6, log_every_n_steps=3)
