@@ -630,6 +630,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.state.parts.drop_unsummed()
         if self.state.parts.is_in_rows:
             require_no_hooks(self.state.module, self.experts.stack_of)
+        self.step_data.begin_training()
         self.checkpoints.begin_training()
         self.update.begin_training()
         follow_schedule(self.state.trainer)

@@ -127,6 +127,10 @@ class StepData:
         for loader, state in zip(cut, states, strict=False):
             loader.load_state_dict(state)
 
+    def begin_training(self) -> None:
+        """Drop restored positions of which this fit has no loader, in `on_train_start`."""
+        self._restored = []
+
 
 def _step_loaders(loaders: object) -> list[StepLoader]:
     return [loader for loader in private_torch.tree_leaves(loaders) if isinstance(loader, StepLoader)]

@@ -181,6 +181,33 @@ def fit(folder: Path, samples: Any, steps: int, **options: Any) -> int:
     return trainer.global_step
 
 
+class OfFirstLoader(GPTModule):
+    """Trains on the first of joined loaders; takes down where the first batch of each fit ends."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx)
+
+    def on_fit_start(self) -> None:
+        self.began_at: int | None = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.began_at is None:
+            self.began_at = self.trainer.fit_loop._combined_loader.flattened[0].step_sampler.consumed
+
+
+def test_the_position_of_a_loader_that_is_gone_ends_with_its_fit(tmp_path: Path) -> None:
+    two = {"a": DataLoader(RandomTokens(24), batch_size=4), "b": DataLoader(RandomTokens(24), batch_size=4)}
+    first = quiet_trainer(strategy=ExpertParallelStrategy(), max_steps=2)
+    first.fit(OfFirstLoader(TINY), two)
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    module, trainer = OfFirstLoader(TINY), quiet_trainer(strategy=ExpertParallelStrategy(), max_steps=3)
+    trainer.fit(module, {"a": two["a"]}, ckpt_path=tmp_path / "two.ckpt")
+    assert module.began_at == 3 * 4
+    trainer.fit_loop.epoch_loop.max_steps = 5
+    trainer.fit(module, {"a": two["a"]})
+    assert module.began_at == 24 + 4  # the first batch of the next epoch
+
+
 class StreamOfOthers(SizedStream):
     """Begins with other samples."""
 
