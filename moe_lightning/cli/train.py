@@ -843,6 +843,10 @@ def _check_options(options: argparse.Namespace) -> None:
     _check_config_dir(options.config_dir)
     if "hydra.run.dir=" in options.overrides:
         raise ConfigurationError("hydra.run.dir is empty: give the folder of the run, or leave it out")
+    if options.multirun and any(word.lstrip("+").startswith("hydra.run.dir=") for word in options.overrides):
+        raise ConfigurationError(
+            "hydra.run.dir names the folder of one run: with -m give hydra.sweep.dir=FOLDER, the parent of all"
+        )
     if options.config_path is not None or options.config_name is not None:
         raise ConfigurationError(
             "--config-path and --config-name would replace moe-train's configuration: use --config-dir"
