@@ -145,6 +145,21 @@ def test_it_trains_as_on_one_rank(module: type[pl.LightningModule]) -> None:
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
 
 
+class Validated(Blocks):
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val/loss", nn.functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten()))
+
+
+def test_a_validation_inside_of_a_step_keeps_its_gradients() -> None:
+    """They wait for those of the other micro-batches where a unit is gathered, and units are resharded after it."""
+    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 3}
+    options: dict[str, Any] = {"own_module": Validated, "steps": 4, "trainer": trainer, "validate": True}
+    (alone,) = run_pooled(1, partial(train, **options))
+    for result in run_pooled(2, partial(train, strategy=FSDP, **options)):
+        assert result["validations"]
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
+
+
 # ---------------------------------------------------------------------- mistakes
 
 
