@@ -274,7 +274,8 @@ class _Alarms(logging.Handler):
 @validated
 class Webhook(MonitoringLogger):
     """Posts `{"text": ...}`, as Slack, Mattermost and Teams take it, when somebody may want to look at the run: at a
-    hang, after a recovery, at the first loss that is not finite, and when the training ends or fails.
+    hang, after a recovery, at the first loss that is not finite of each training (after a recovery, at the next one),
+    and when the training ends or fails.
 
     The address is the value of `MOE_LIGHTNING_WEBHOOK`. Messages are sent by a thread; one that cannot be sent is a
     warning.
@@ -303,8 +304,11 @@ class Webhook(MonitoringLogger):
 
     @override
     def log_hyperparams(self, *arguments: Any, **options: Any) -> None:
-        """Begin to pass on alarms of this rank, before the first step: any rank may report a hang."""
+        """Begin to pass on alarms of this rank, before the first step: any rank may report a hang. A loss that was not
+        finite is of a former training, or a recovery may have undone it.
+        """
         ALARMS.addHandler(self._alarms)
+        self._is_finite = True
 
     @override
     def _pass_on(self, metrics: Mapping[str, float], step: int | None) -> None:

@@ -206,6 +206,20 @@ def test_a_webhook_gets_what_somebody_wants_to_know(server: HTTPServer, monkeypa
     ]
 
 
+def test_a_webhook_sends_the_first_wrong_loss_of_each_training(
+    server: HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WEBHOOK_VARIABLE, f"http://127.0.0.1:{server.server_port}/secret")
+    logger = Webhook(run="a")
+    for _ in range(2):
+        logger.log_hyperparams({})
+        for step in (1, 2):
+            logger.log_metrics({"train/loss": math.nan}, step=step)
+        logger.finalize("success")
+    said = ["a, step 1: train/loss is nan", "a, step 2: training has ended"]
+    assert [json.loads(body)["text"] for body in bodies(server)] == 2 * said
+
+
 def test_a_webhook_gets_alarms_from_the_start_to_the_end(
     server: HTTPServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
