@@ -433,7 +433,7 @@ class BatchEnd:
         arguments: of the hook: outputs, batch, index.
         done: parts that have ended, in this order.
         has_begun: the next part has begun.
-        noted: attributes of the ModelCheckpoint whose hook is the next part, before it has begun.
+        noted: what the ModelCheckpoint whose hook is the next part decides by, before it has begun.
         logged: values of the step that are logged; None: those that Lightning still has.
     """
 
@@ -462,9 +462,9 @@ class BatchEnd:
         """Note that the next part begins, and that it has ended, unless it raises."""
         self.has_begun, self.noted = True, {}
         owner = next(iter(trainer.callbacks[self.done : self.done + 1]), None)  # type: ignore[attr-defined]
-        if isinstance(owner, ModelCheckpoint) and not isinstance(owner, ResumableFrom):
-            names = {*owner.state_dict(), *_OF_SAVERS, "_last_time_checked"} - {"dirpath"}
-            self.noted = {name: copy.copy(value) for name, value in vars(owner).items() if name in names}
+        # One that saves by epochs saves in no batch.
+        if isinstance(owner, ModelCheckpoint) and not isinstance(owner, ResumableFrom) and not owner.every_n_epochs:
+            self.noted = {**_decision(owner), "_last_time_checked": owner._last_time_checked}
         yield
         self.done, self.has_begun = self.done + 1, False
 
@@ -499,8 +499,8 @@ class BatchEnd:
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
         while self.done < len(callbacks):
             module._current_fx_name = "on_train_batch_end"
-            if self.has_begun:  # a ModelCheckpoint has noted a file that it has not saved
-                vars(callbacks[self.done]).update(self.noted)
+            if self.has_begun and self.noted:  # a ModelCheckpoint has noted a file that it has not saved
+                _take_back(callbacks[self.done], self.noted)
             with self.next_part(trainer):
                 callbacks[self.done].on_train_batch_end(trainer, module, *self.arguments)
             module._current_fx_name = None
@@ -719,6 +719,9 @@ MONITORED = "monitored_values"
 _OF_SAVERS = {"_last_global_step_saved": 0, "_last_checkpoint_saved": "", "_defer_save_until_validation": False}
 """Attributes by which a ModelCheckpoint decides besides its state, and their values in a new process."""
 
+_RANKED = ("best_k_models", "best_model_path", "best_model_score", "current_score", "kth_best_model_path", "kth_value")
+"""Attributes of a ModelCheckpoint that rank its files. The file that it overwrites, `last_model_path`, is none."""
+
 
 def monitored(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the logged values by which callbacks and schedulers decide, and what ModelCheckpoints decide by besides
@@ -738,28 +741,34 @@ def load_monitored(trainer: pl.Trainer, known: dict[str, Any]) -> None:
         vars(saver).update(savers.get(saver.state_key, _OF_SAVERS))
 
 
-def decisions(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
-    """Return the states of the EarlyStopping and ModelCheckpoint callbacks, with what they decide by besides them."""
-    return {
-        decider.state_key: {
-            "state": copy.deepcopy(decider.state_dict()),
-            "besides": {name: getattr(decider, name) for name in _OF_SAVERS if hasattr(decider, name)},
-        }
-        for decider in _deciders(trainer)
-    }
+def decisions(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what the EarlyStopping and ModelCheckpoint callbacks decide by, and whether training stops."""
+    of_callbacks = {decider.state_key: _decision(decider) for decider in _deciders(trainer)}
+    return {"callbacks": of_callbacks, "should_stop": trainer.should_stop}
 
 
-def take_back_decisions(trainer: pl.Trainer, known: dict[str, dict[str, Any]]) -> None:
+def take_back_decisions(trainer: pl.Trainer, known: dict[str, Any]) -> None:
     """Restore what `decisions` has returned here or on another rank. Lightning restores callbacks from checkpoints
     only, and notes the best checkpoint before it is saved.
     """
+    trainer.should_stop = known["should_stop"]
     for decider in _deciders(trainer):
-        of_decider = known[decider.state_key]
-        state = copy.deepcopy(of_decider["state"])
-        if isinstance(decider, ModelCheckpoint):
-            state["dirpath"] = decider.dirpath  # where that of a new rank 0 is another one, it would be refused
-        decider.load_state_dict(state)
-        vars(decider).update(of_decider["besides"])
+        if decider.state_key in known["callbacks"]:  # else it was appended since
+            _take_back(decider, known["callbacks"][decider.state_key])
+
+
+def _decision(decider: EarlyStopping | ModelCheckpoint) -> dict[str, Any]:
+    """Return what a callback decides by, without what a subclass has of its own."""
+    if isinstance(decider, EarlyStopping):
+        return EarlyStopping.state_dict(decider)
+    return {name: copy.copy(getattr(decider, name)) for name in (*_OF_SAVERS, *_RANKED)}
+
+
+def _take_back(decider: EarlyStopping | ModelCheckpoint, known: dict[str, Any]) -> None:
+    if isinstance(decider, EarlyStopping):
+        EarlyStopping.load_state_dict(decider, known)
+    else:
+        vars(decider).update({name: copy.copy(value) for name, value in known.items()})
 
 
 def _deciders(trainer: pl.Trainer) -> list[EarlyStopping | ModelCheckpoint]:
@@ -769,14 +778,16 @@ def _deciders(trainer: pl.Trainer) -> list[EarlyStopping | ModelCheckpoint]:
 
 def share_folders(trainer: pl.Trainer, share: Callable[[list[Any]], list[Any]]) -> None:
     """Let ModelCheckpoints write to the folders of another rank, as their hook `setup` does, which a rank that joins
-    has run alone. No public method does it again.
+    has run alone, and overwrite the same last file: ranks ask each other about every other name. No public method does
+    it again.
 
     Args:
         share: returns the value of that rank; collective.
     """
     savers = _savers(trainer)
-    for saver, folder in zip(savers, share([saver.dirpath for saver in savers]), strict=True):
-        saver.dirpath = folder
+    shared = share([[saver.dirpath, saver.last_model_path] for saver in savers])
+    for saver, (folder, last) in zip(savers, shared, strict=True):
+        saver.dirpath, saver.last_model_path = folder, last
 
 
 def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:

@@ -59,7 +59,7 @@ class FitProgress:
     precision: dict[str, Any] = field(default_factory=dict)
     validation_is_due: bool = False
     epoch_is_over: bool = False
-    decisions: dict[str, dict[str, Any]] | None = None
+    decisions: dict[str, Any] | None = None
     is_saved: bool = False
     went_back: bool = False
     is_adopted: bool = False

@@ -109,28 +109,51 @@ def test_a_fault_in_hooks_that_were_left_leaves_the_rest(monkeypatch: pytest.Mon
 
 
 class FaultySaver(ModelCheckpoint):
-    """Fails before its first save."""
+    """Fails once: before its first save, or after its first one of the last checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, monitor="loss", every_n_train_steps=1)
+    def __init__(self, folder: Path, fault: str, **options: Any) -> None:
+        super().__init__(folder, monitor="loss", every_n_train_steps=1, **options)
+        self._fault = fault
         self.saved: list[str] = []
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        self.saved.append(filepath)
-        if len(self.saved) == 1:
+        self._fail("before")
+        self.saved.append(Path(filepath).name)
+        Path(filepath).touch()
+        if Path(filepath).stem == "last":
+            self._fail("after")
+
+    def _fail(self, fault: str) -> None:
+        if fault == self._fault:
+            self._fault = ""
             raise ConnectionError
 
 
-def test_a_save_that_failed_is_made_when_its_hook_runs_again(tmp_path: Path) -> None:
-    """A ModelCheckpoint notes its best file before it saves it."""
+def end_of_a_save(saver: FaultySaver) -> tuple[pl.Trainer, BatchEnd]:
+    """Return a trainer and the end of its first batch, of which the hook of the saver is left, and has failed."""
     options: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar"), False)
-    trainer = pl.Trainer(accelerator="cpu", callbacks=[saver := FaultySaver(tmp_path)], **options)
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[saver], **options)
     trainer.strategy.connect(BoringModel())
     trainer.state.fn = TrainerFn.FITTING
     trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 1
     trainer._logger_connector._callback_metrics["loss"] = torch.tensor(0.5)
-    end = BatchEnd((None, None, 0), done=trainer.callbacks.index(saver), logged={})
+    end = BatchEnd((None, None, 0), done=trainer.callbacks.index(saver), logged={})  # type: ignore[attr-defined]
     with pytest.raises(ConnectionError):
         end.run(trainer)
+    assert saver.best_model_path
+    return trainer, end
+
+
+def test_a_save_that_failed_is_made_when_its_hook_runs_again(tmp_path: Path) -> None:
+    """A ModelCheckpoint notes its best file before it saves it."""
+    saver = FaultySaver(tmp_path, "before")
+    trainer, end = end_of_a_save(saver)
     end.run(trainer)
-    assert len(saver.saved) == 2
+    assert saver.saved == ["epoch=0-step=1.ckpt"]
+
+
+def test_the_last_checkpoint_is_overwritten_when_its_hook_runs_again(tmp_path: Path) -> None:
+    saver = FaultySaver(tmp_path, "after", save_last=True)
+    trainer, end = end_of_a_save(saver)
+    end.run(trainer)
+    assert saver.saved == ["epoch=0-step=1.ckpt", "last.ckpt", "epoch=0-step=1-v1.ckpt", "last.ckpt"]

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from moe_lightning.compat import private_lightning
 from moe_lightning.strategies.committed_step import FitProgress
@@ -94,6 +94,18 @@ def fit_loop_state() -> dict[str, Any]:
 
 
 def test_checkpoints_of_a_rank_that_joins_go_where_those_of_the_others_go(tmp_path: Path) -> None:
-    new = trainer_of(tmp_path / "version_1")
-    private_lightning.share_folders(new, lambda _: [str(tmp_path / "version_0")])
-    assert new.checkpoint_callback.dirpath == str(tmp_path / "version_0")  # type: ignore[union-attr]
+    new, shared = trainer_of(tmp_path / "version_1"), [str(tmp_path / "version_0"), str(tmp_path / "last.ckpt")]
+    private_lightning.share_folders(new, lambda _: [shared])
+    saver: Any = new.checkpoint_callback
+    assert [saver.dirpath, saver.last_model_path] == shared
+
+
+def test_a_stop_is_taken_back_with_the_decision_for_it(tmp_path: Path) -> None:
+    """A validation that is repeated over other ranks may decide otherwise. A callback may be appended in between."""
+    trainer, stopping = trainer_of(tmp_path), EarlyStopping("val/loss")
+    trainer.callbacks.append(stopping)  # type: ignore[attr-defined]
+    known = private_lightning.decisions(trainer)
+    trainer.callbacks.append(EarlyStopping("val/other"))  # type: ignore[attr-defined]
+    trainer.should_stop, stopping.wait_count = True, 3
+    private_lightning.take_back_decisions(trainer, known)
+    assert (trainer.should_stop, stopping.wait_count) == (False, 0)
