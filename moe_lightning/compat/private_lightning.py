@@ -484,10 +484,14 @@ class BatchEnd:
                 hook(*(() if index == len(callbacks) else (trainer, module)), *self.arguments)
         self.done = min(self.done, len(callbacks) + 1)
 
-    def skip_failed(self, *, ended: int) -> None:
-        """Count the part that has failed as ended, if it has ended on another rank, where so many have."""
+    def resolve_failed(self, trainer: pl.Trainer, *, ended: int) -> None:
+        """Count the part that has failed as ended, if it has ended on another rank, where so many have. Else forget
+        what a ModelCheckpoint has noted of a file that it has not saved.
+        """
         if self.has_begun and ended > self.done:
             self.done, self.has_begun = self.done + 1, False
+        elif self.has_begun and self.noted:
+            _take_back(trainer.callbacks[self.done], self.noted)  # type: ignore[attr-defined]
 
     def run_log(self, trainer: pl.Trainer) -> None:
         """Log, and leave the hooks out."""
@@ -499,8 +503,6 @@ class BatchEnd:
         callbacks, module = trainer.callbacks, trainer.lightning_module  # type: ignore[attr-defined]
         while self.done < len(callbacks):
             module._current_fx_name = "on_train_batch_end"
-            if self.has_begun and self.noted:  # a ModelCheckpoint has noted a file that it has not saved
-                _take_back(callbacks[self.done], self.noted)
             with self.next_part(trainer):
                 callbacks[self.done].on_train_batch_end(trainer, module, *self.arguments)
             module._current_fx_name = None

@@ -287,10 +287,12 @@ class UnfinishedBatch:
         left = left if of_step == step else None
         num_parts = private_lightning.BatchEnd.num_parts(trainer)
         done, has_met = num_parts if left is None else left.done, left is None and made_steps
-        reports = all_gather_json([done, has_met], world)
-        everyones = [done for done, _ in reports]
-        succeeds = self._has_lost_rank_zero and world.rank == 0 and not any(met for _, met in reports)
+        reports = all_gather_json([done, has_met, left is not None], world)
+        everyones = [done for done, *_ in reports]
+        succeeds = self._has_lost_rank_zero and world.rank == 0 and not any(met for _, met, _ in reports)
         runs_whole = left is not None
+        if left is not None:  # newcomers have ended no hook
+            left.resolve_failed(trainer, ended=max(done for done, met, leaves in reports if met or leaves))
         if min(everyones) < num_parts and with_newcomers:
             runs_whole = False
             rank_zero_warn(
@@ -300,7 +302,6 @@ class UnfinishedBatch:
             if succeeds and left is not None:
                 left.run_log(trainer)  # its row needs no exchange
         elif left is not None:
-            left.skip_failed(ended=max(everyones))
             if succeeds:
                 left.repeat_for_rank_zero(trainer)
             left.run(trainer)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_lightning import BatchEnd, use_own_methods, watch_batch_ends
 from moe_lightning.parallel.context import World
+from moe_lightning.strategies import committed_step
 from moe_lightning.strategies.committed_step import UnfinishedBatch
 
 ENDS: list[BatchEnd] = []
@@ -148,6 +149,7 @@ def test_a_save_that_failed_is_made_when_its_hook_runs_again(tmp_path: Path) -> 
     """A ModelCheckpoint notes its best file before it saves it."""
     saver = FaultySaver(tmp_path, "before")
     trainer, end = end_of_a_save(saver)
+    end.resolve_failed(trainer, ended=end.done)
     end.run(trainer)
     assert saver.saved == ["epoch=0-step=1.ckpt"]
 
@@ -155,5 +157,23 @@ def test_a_save_that_failed_is_made_when_its_hook_runs_again(tmp_path: Path) -> 
 def test_the_last_checkpoint_is_overwritten_when_its_hook_runs_again(tmp_path: Path) -> None:
     saver = FaultySaver(tmp_path, "after", save_last=True)
     trainer, end = end_of_a_save(saver)
+    end.resolve_failed(trainer, ended=end.done)
     end.run(trainer)
     assert saver.saved == ["epoch=0-step=1.ckpt", "last.ckpt", "epoch=0-step=1-v1.ckpt", "last.ckpt"]
+
+
+def test_a_save_is_not_noted_where_its_hook_does_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has joined that has not made the step."""
+    saver = FaultySaver(tmp_path, "before")
+    trainer, end = end_of_a_save(saver)
+    batch = UnfinishedBatch(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    monkeypatch.setattr(private_lightning, "is_step_open", lambda _: False)
+    batch.running = end
+    batch.keep(is_prepared=False)
+    newcomer = UnfinishedBatch(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    reports: list[Any] = []
+    monkeypatch.setattr(committed_step, "all_gather_json", lambda mine, _: reports.append(mine) or [mine, *reports])
+    newcomer.finish(1, World.single(), made_steps=False, with_newcomers=True)
+    with pytest.warns(UserWarning, match="does not run in every callback"):
+        assert not batch.finish(1, World.single(), made_steps=True, with_newcomers=True)
+    assert (saver.saved, saver.best_model_path, saver.best_k_models) == ([], "", {})
