@@ -621,6 +621,7 @@ def run_validation(trainer: pl.Trainer) -> None:
     validation.restarting = False
     with validating(trainer):
         validation.run()
+    _continue_averages(trainer)
 
 
 def abandon_validation(trainer: pl.Trainer) -> None:
@@ -628,7 +629,13 @@ def abandon_validation(trainer: pl.Trainer) -> None:
     if trainer.validating:
         trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
         trainer._logger_connector.reset_results()
+        _continue_averages(trainer)
     trainer.training = True
+
+
+def _continue_averages(trainer: pl.Trainer) -> None:
+    """Let the next batch continue the averages of its epoch: after a validation it would begin them."""
+    trainer._logger_connector._first_loop_iter = False
 
 
 def restart_loaders(trainer: pl.Trainer) -> None:

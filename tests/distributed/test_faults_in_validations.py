@@ -24,18 +24,36 @@ EPOCH = 4
 """Steps of an epoch."""
 
 
+class Plan(NamedTuple):
+    """Plan of a run.
+
+    Attributes:
+        options: of the Trainer.
+        patience: of EarlyStopping.
+        stops_at: step at whose end a callback stops training.
+    """
+
+    options: dict[str, Any]
+    patience: int = 99
+    stops_at: int = 0
+
+
 class Decided(NamedTuple):
     """Decisions of the callbacks of a run.
 
     Attributes:
-        num_waits: validations without improvement that EarlyStopping has counted.
+        num_waits: validations or ends of epochs without improvement that EarlyStopping has counted.
         best: step of the best checkpoint, which is there.
+        last: name of the last checkpoint.
         ended: steps whose validations have ended, in a hook after FaultRecovery's.
+        epochs: batches in the averages of each epoch, by the step at which it has ended.
     """
 
     num_waits: int
     best: int
+    last: str
     ended: list[int]
+    epochs: dict[int, int]
 
 
 def lose(trainer: pl.Trainer) -> None:
@@ -44,38 +62,72 @@ def lose(trainer: pl.Trainer) -> None:
     raise dist.DistNetworkError(engine.reason)
 
 
-class Saver(ModelCheckpoint):
-    """Saves the best checkpoint, and loses a rank once: before its last save, or after its first one."""
+class Module(GPTModule):
+    """Logs a value that each step improves, and a sum over the epoch."""
 
-    def __init__(self, fault: str) -> None:
-        super().__init__("best", monitor="val/loss", filename="{step}")
-        self._fault = fault
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("left", -float(self.trainer.global_step))
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+class Stopping(EarlyStopping):
+    """Has no state in checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Timer(pl.Callback):
+    """Stops training at the end of a step."""
+
+    def __init__(self, stops_at: int) -> None:
+        self._stops_at = stops_at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step == self._stops_at
+
+
+class Saver(ModelCheckpoint):
+    """Saves the best checkpoint and the last one, and loses a rank once: before its last save, or after its first one
+    of the last checkpoint.
+    """
+
+    def __init__(self, fault: str, final: int) -> None:
+        super().__init__("best", monitor="left", filename="{step}", save_last=True)
+        self._fault, self._final = fault, final
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        is_last = trainer.global_step == 2 * EPOCH
-        if is_last and self._fault == "before":
+        if trainer.global_step == self._final and self._fault == "before":
             self._fault = ""
             lose(trainer)
         super()._save_checkpoint(trainer, filepath)
-        if self._fault == "after":
+        if self._fault == "after" and Path(filepath).stem == "last":
             self._fault = ""
             lose(trainer)
 
 
 class Counting(pl.Callback):
-    """Counts validations, and loses a rank once at the end of the second one."""
+    """Counts validations and epochs; loses a rank once in the second validation or at the end of the last epoch."""
 
-    def __init__(self, fault: str) -> None:
-        self._fault = fault
+    def __init__(self, fault: str, final: int) -> None:
+        self._fault, self._final = fault, final
         self.ended: list[int] = []
+        self.epochs: dict[int, int] = {}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.ended.append(trainer.global_step)
         if self._fault == "hook" and len(self.ended) == 2:
             lose(trainer)
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._fault == "epoch" and trainer.global_step == self._final:
+            self._fault = ""
+            lose(trainer)
+        self.epochs[trainer.global_step] = int(trainer.callback_metrics["batches"])
 
-def decide(rank: int, world_size: int, faults: list[str], interval: float) -> list[Decided]:
+
+def decide(rank: int, world_size: int, faults: list[str], plan: Plan, final: int) -> list[Decided]:
     found = []
     for index, fault in enumerate(faults):
         (folder := Path(f"{index}").resolve()).mkdir()
@@ -87,16 +139,18 @@ def decide(rank: int, world_size: int, faults: list[str], interval: float) -> li
         settings = ElasticSettings(build_timeout_s=PATIENCE_S, hang_timeout_s=2 * PATIENCE_S, membership=name)
         task = ElasticTask(address="none", secret_file="none", settings=settings, node="node0", slot=0, expected=1)
         os.environ.update(task.to_environment())
-        stopping, counting, saver = EarlyStopping("val/loss", min_delta=1e6, patience=99), Counting(fault), Saver(fault)
-        callbacks = [stopping, FaultRecovery(), counting, saver]
-        options: dict[str, Any] = {"enable_checkpointing": True, "val_check_interval": interval, "max_epochs": 2}
+        stopping = Stopping("val/loss", min_delta=1e6, patience=plan.patience)
+        counting, saver = Counting(fault, final), Saver(fault, final)
+        callbacks = [Timer(plan.stops_at), stopping, FaultRecovery(), counting, saver]
+        options = {"enable_checkpointing": True, "max_epochs": 2, **plan.options}
         trainer = make_trainer(rank, world_size, callbacks=callbacks, **options)
         loaders = [DataLoader(RandomTokens(size), batch_size=12) for size in (12 * EPOCH, 12)]
-        trainer.fit(GPTModule(TINY, OptimizerConfig(lr=3e-2, warmup_steps=2)), *loaders)
+        trainer.fit(Module(TINY, OptimizerConfig(lr=3e-2, warmup_steps=2)), *loaders)
         assert Path(saver.best_model_path).is_file()
         assert list(saver.best_k_models) == [saver.best_model_path]
         best = int(Path(saver.best_model_path).stem.removeprefix("step=").partition("-")[0])
-        found.append(Decided(stopping.wait_count, best, counting.ended))
+        last = Path(saver.last_model_path).name
+        found.append(Decided(stopping.wait_count, best, last, counting.ended, counting.epochs))
         os.chdir(folder.parent)
     return found
 
@@ -106,7 +160,7 @@ FAULTS = ["", "hook", "before", "after"]
 
 @cache
 def decided(interval: float) -> list[Decided]:
-    (found,) = run_ranks(1, decide, FAULTS, interval)
+    (found,) = run_ranks(1, decide, FAULTS, Plan({"val_check_interval": interval}), 2 * EPOCH)
     return list(found)
 
 
@@ -115,6 +169,6 @@ def decided(interval: float) -> list[Decided]:
 def test_callbacks_decide_as_in_a_calm_run(fault: str, interval: float) -> None:
     calm, found = decided(interval)[0], decided(interval)[FAULTS.index(fault)]
     steps = [int(EPOCH * interval * (1 + index)) for index in range(int(2 / interval))]
-    assert calm == (len(steps) - 1, steps[-1], steps)
+    assert calm == (len(steps) - 1, steps[-1], "last.ckpt", steps, {EPOCH: EPOCH, 2 * EPOCH: EPOCH})
     repeated = {"hook": steps[1], "before": steps[-1], "after": steps[0]}[fault]
-    assert found == (calm.num_waits, calm.best, sorted([*steps, repeated]))
+    assert found == calm._replace(ended=sorted([*steps, repeated]))
