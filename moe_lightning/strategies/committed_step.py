@@ -41,9 +41,10 @@ class FitProgress:
         lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
         rates: learning rates of each optimizer's groups, before the end of an epoch.
         precision: state of the precision plugin: the scale of the loss under float16.
-        validation_is_due: a validation follows this step, and the next batch or epoch has not begun yet.
-        epoch_is_over: the step is the last one of an epoch, and the next one has not begun yet.
-        decisions: of callbacks that stop or save by what is monitored, before that validation and end; None before.
+        validation_is_due: a validation follows this step, which no recovery has repeated, and the next batch or epoch
+            has not begun yet.
+        epoch_is_over: the step is the last one of an epoch, or its end has begun, and the next one has not begun yet.
+        decisions: `private_lightning.decisions` before that validation or end, until the next step; None before.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
         went_back: the run has gone back to this step, and made no other since.
         is_adopted: True if this rank, or one that it has finished the step with, has it from another rank or a
@@ -161,11 +162,11 @@ class FitProgress:
 
     def _with_dues(self, trainer: pl.Trainer) -> FitProgress:
         """Return the progress with what was due when the checkpoint was saved, to which the trainer is restored."""
-        batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-        if batches.total.completed == batches.total.processed:  # saved at the end of training
+        if not _is_in_a_batch(trainer):  # saved at the end of training
             return replace(self, is_saved=False)
         is_due = private_lightning.is_validation_due(trainer)
-        return replace(self, validation_is_due=is_due, epoch_is_over=batches.is_last_batch, is_saved=False)
+        is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return replace(self, validation_is_due=is_due, epoch_is_over=is_over, is_saved=False)
 
     def _restore_rates(self, trainer: pl.Trainer) -> None:
         for optimizer, rates in zip(trainer.optimizers, self.rates, strict=False):
@@ -174,6 +175,12 @@ class FitProgress:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+
+
+def _is_in_a_batch(trainer: pl.Trainer) -> bool:
+    """True if the fit loop is in the end of a batch, as after each step, which the end of the epoch may follow."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(batches.current.completed < batches.current.processed)
 
 
 def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
@@ -425,6 +432,8 @@ class CommittedStep:
         """Keep the decisions of callbacks, and what the last step has logged, before the end of an epoch."""
         self.batch.record_end_of_epoch()
         self._keep_decisions()
+        if self.progress is not None:  # a stop ends it at any batch
+            self.progress = replace(self.progress, epoch_is_over=True)
 
     def _keep_decisions(self) -> None:
         if self.progress is not None and self.progress.decisions is None:
@@ -492,7 +501,8 @@ class CommittedStep:
 
         The last two are repeated whole if the fault came before the next batch or epoch, because hooks that have ended
         here may have failed on another rank. Callbacks that stop or save by what is monitored go back to their states
-        before them: they count no validation twice, and save what they had only noted.
+        before them: they count no such validation twice, and save what they had only noted. A stop ends the epoch at
+        any batch, also one that the validation decides.
 
         Values that were logged in the epoch are dropped where they are of steps that are lost, or of some ranks only,
         which cannot reduce them together.
@@ -513,7 +523,7 @@ class CommittedStep:
             private_lightning.take_back_decisions(trainer, progress.decisions)
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
-        if progress.epoch_is_over:
+        if _is_in_a_batch(trainer) and (progress.epoch_is_over or trainer.fit_loop.done):
             private_lightning.end_epoch(trainer, drop_logged=some_adopted)
         else:
             self.end_validation()

@@ -172,3 +172,22 @@ def test_callbacks_decide_as_in_a_calm_run(fault: str, interval: float) -> None:
     assert calm == (len(steps) - 1, steps[-1], "last.ckpt", steps, {EPOCH: EPOCH, 2 * EPOCH: EPOCH})
     repeated = {"hook": steps[1], "before": steps[-1], "after": steps[0]}[fault]
     assert found == calm._replace(ended=sorted([*steps, repeated]))
+
+
+STOP = EPOCH + 2
+"""A step within the second epoch."""
+
+STOPS = {
+    "max_steps": Plan({"max_steps": STOP}),
+    "callback": Plan({}, stops_at=STOP),
+    "validation": Plan({"val_check_interval": 0.5}, patience=2),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_an_end_within_an_epoch_is_repeated(stop: str) -> None:
+    (found,) = run_ranks(1, decide, ["", "before", "epoch"], STOPS[stop], STOP)
+    calm, *others = found
+    assert (calm.best, calm.epochs) == (STOP, {EPOCH: EPOCH, STOP: STOP - EPOCH})
+    for other in others:
+        assert other._replace(ended=sorted({*other.ended})) == calm

@@ -31,6 +31,9 @@ def recover_twice(rank: int, world_size: int, lost: str) -> Finished | None:
     """
     trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", callbacks=[pl.Callback()])
     trainer.strategy.connect(pl.LightningModule())
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    batches.increment_ready()
+    batches.increment_processed()
     hooks: list[str] = []
     ended: dict[str, bool] = {}
     with (
