@@ -25,7 +25,15 @@ from moe_lightning.callbacks.lost_tokens import LostTokens
 from moe_lightning.checkpoint.agent_handle import warnings_of
 from moe_lightning.checkpoint.arena import fallback_directory
 from moe_lightning.checkpoint.contents import SnapshotContents
-from moe_lightning.checkpoint.directory import RECORD, WorldMark, headings, newest_of, run_of
+from moe_lightning.checkpoint.directory import (
+    RECORD,
+    WorldMark,
+    damaged_after,
+    headings,
+    is_sound,
+    newest_of,
+    run_of,
+)
 from moe_lightning.checkpoint.memory import RecoverySources
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import CheckpointSettings, Order
@@ -248,7 +256,8 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
         begins = trainer.global_step == 0 and not strategy.elastic.has_rolled_back  # else a fault has destroyed them
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             # The second refuses copies of several runs, before training instead of at its first save.
-            strategy.decide(self._require_no_others if begins else partial(run_of, self._root))
+            look = self._require_no_others if begins else partial(self._warn_of_later, trainer.global_step)
+            strategy.decide(look)
         if follows_a_fit and (begins or strategy.state.restored is not None):
             self._settings = self._asked
             self.lost = LostTokens(self._settings)  # those of the fit before are of another state
@@ -266,6 +275,22 @@ class PartialExpertsCheckpoint(private_lightning.ResumableFrom, ExpertParallelCa
                 f"{self._root} has a checkpoint of step {found[0][1].step}, this training begins at step 0, and only "
                 f'{self._settings.keep_last} checkpoints are kept: continue with ckpt_path="last" '
                 f"(moe-train: resume={self._root}), or choose another dirpath"
+            )
+
+    def _warn_of_later(self, step: int) -> None:
+        """Warn of a checkpoint that a recovery would go back to, although this training begins before it.
+
+        Raises:
+            CheckpointError: there are checkpoints of several runs.
+        """
+        run_of(self._root)
+        damaged = damaged_after(self._root)
+        saved = (heading for _, heading in headings(self._root))
+        newest = next((each.first_step for each in saved if is_sound(each.session, each.step, damaged)), step)
+        if newest > step:
+            rank_zero_warn(
+                f"{self._root} has a checkpoint of step {newest}, this training continues from step {step}, and until "
+                "it has saved one there, a recovery from storage would go back to the other: move that elsewhere"
             )
 
     @override

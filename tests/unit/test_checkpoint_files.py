@@ -27,6 +27,7 @@ from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.checkpoint import commit, files, session
 from moe_lightning.checkpoint.agent_handle import LOCK, AgentHandle, AgentStatus
 from moe_lightning.checkpoint.commit import dump_object
+from moe_lightning.checkpoint.directory import mark_damaged
 from moe_lightning.checkpoint.files import check_file, load_plain, load_trusted, read_file, write_file
 from moe_lightning.checkpoint.session import CheckpointSession, Opening
 from moe_lightning.checkpoint.snapshotter import Snapshotter
@@ -37,8 +38,10 @@ from moe_lightning.files import open_regular
 from moe_lightning.parallel.context import World
 from moe_lightning.strategies.checkpoints import DurableCheckpointIO, with_durable_io
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
+from moe_lightning.strategies.train_state import TrainState
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer
+from tests.unit.checkpoint_state import two_checkpoints
 
 STATE: dict[str, Any] = {
     "state_dict": {"w": torch.arange(3000.0).view(30, 100), "b": torch.ones(7, dtype=torch.bfloat16)},
@@ -473,6 +476,28 @@ def test_a_copy_that_failed_neither_keeps_the_arena_open_nor_hides_the_error_tha
     assert closed == ["protector"]
     open_files = {os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()}
     assert str(tmp_path / "0.alive") not in open_files, "the agent sees that this rank writes no longer"
+
+
+def test_a_training_that_continues_from_an_older_checkpoint_is_warned_of_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = ExpertParallelStrategy()
+    strategy.decide = lambda choose: choose()  # type: ignore[method-assign]
+    monkeypatch.setattr(TrainState, "require_one_optimizer_each", lambda *_, **__: None)
+    with two_checkpoints(tmp_path) as root:
+        saver = PartialExpertsCheckpoint(str(root))
+
+        def warnings_at(step: int) -> list[str]:
+            trainer: Any = SimpleNamespace(strategy=strategy, global_step=step, fast_dev_run=False)
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                saver.on_train_start(trainer, OwnModule())
+            return [str(each.message) for each in found if "checkpoint" in str(each.message)]
+
+        assert "has a checkpoint of step 2, this training continues from step 1, and until" in warnings_at(1)[0]
+        assert warnings_at(2) == []
+        mark_damaged(root, "1", 1)
+        assert warnings_at(1) == [], "nothing goes back to a damaged one"
 
 
 def test_directories_have_the_ledger_in_its_own_place_only(tmp_path: Path) -> None:
