@@ -44,6 +44,8 @@ _MARKS = 16
 _END = object()
 _UNREAD = "_moe_lightning_unread"
 """Attribute of a stream: its state before its first sample, for all readers of a process."""
+_ITERATOR = "_moe_lightning_iterator"
+"""Attribute of a stream: the id of the iterator begun last, which its state is of."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class StreamReader(Dataset[Any]):
     def _read(self, wanted: Collection[int]) -> dict[int, Any]:
         first, last = min(wanted), max(wanted)
         nearest = self._nearest(first)
-        if self._iterator is None or not nearest["position"] <= self._position <= first:
+        is_of_another = self._has_state and vars(self._stream).get(_ITERATOR) != id(self._iterator)
+        if self._iterator is None or is_of_another or not nearest["position"] <= self._position <= first:
             self._open(nearest)
         found = {}
         while self._position <= last:
@@ -162,6 +165,7 @@ class StreamReader(Dataset[Any]):
         if state is not None:
             self._stream.load_state_dict(copy.deepcopy(state))
         self._iterator = iter(self._stream)
+        vars(self._stream)[_ITERATOR] = id(self._iterator)
         self._lap, self._index, self._last = lap, 0, _END
 
     def _skip(self, count: int, last: int | None) -> None:

@@ -107,6 +107,19 @@ def test_hugging_face_data_sets_begin_again_in_a_second_fit() -> None:
         assert _together(evaluated, 2) == list(range(2 * BATCH))
 
 
+def test_hugging_face_data_sets_are_validated_while_they_are_trained_on() -> None:
+    datasets = pytest.importorskip("datasets")
+    streams = [datasets.Dataset.from_dict({"i": list(range(SIZE))}).to_iterable_dataset() for _ in range(2)]
+    shared, fresh = (DataLoader(stream.with_format("torch"), batch_size=BATCH) for stream in streams)
+    training = cut(shared)
+    iterator = endless(training)
+    next(iterator)
+    place: dict[str, Any] = {"rank": 0, "world_size": 1, "num_samples": SIZE, "training": False, "seed": 5}
+    next(iter(StreamLoader.of_stream(shared, **place)))
+    assert next(iterator) == list(range(BATCH, 2 * BATCH))
+    assert next(endless(cut(fresh, state=training.state_dict()))) == list(range(2 * BATCH, 3 * BATCH))
+
+
 def test_hugging_face_data_sets_split_by_node_are_refused() -> None:
     distributed = pytest.importorskip("datasets.distributed")
     import datasets

@@ -277,6 +277,29 @@ def test_a_stream_that_was_used_begins_at_its_first_sample_again(kind: type[Plai
         assert [number for row in rows for part in row for number in part] == whole(kind, 8)
 
 
+class Held(Stateful):
+    """Its place is that of the object, whoever iterates."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.begin < self.size:
+            self.begin += 1
+            yield 100 * self.epoch + self.begin - 1
+        self.begin = 0
+
+
+@pytest.mark.parametrize("kind", [Plain, Stateful, Held])
+def test_a_stream_is_validated_while_it_is_trained_on(kind: type[Plain]) -> None:
+    stream = kind()
+    training, seen = loader(stream), []
+    iterator = endless(training)
+    for _ in range(4):
+        seen += next(iterator)
+        assert next(iter(loader(stream, training=False))).tolist() == whole(kind, 4)
+    resumed = loader(kind())
+    resumed.load_state_dict(training.state_dict())
+    assert seen + next(endless(resumed)) == whole(kind, len(seen) + 4)
+
+
 def test_a_stream_is_validated_after_a_fit_that_ended_with_a_pass() -> None:
     stream, seen = Stateful(8), []
 
