@@ -28,7 +28,7 @@ from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.balancing.rules import STRATEGIES
 from moe_lightning.callbacks.calibration import measure_exchange, measure_experts
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
-from moe_lightning.cli.capacity import RANK_BYTES, check_processes, free_bytes
+from moe_lightning.cli.capacity import RANK_BYTES, check_processes
 from moe_lightning.cli.short_training import (
     WARMUP_STEPS,
     ModelOptions,
@@ -283,7 +283,7 @@ def fit_hardware(ranks: int, parts: Mapping[str, float], references: Mapping[str
         overlap=0.0,
         memory_bytes_per_s=5e9,
         host_copy_bytes_per_s=1e9,
-        memory_bytes=max(1.0, free_bytes(ranks, on_cpu=True) - RANK_BYTES),
+        memory_bytes=max(1.0, available_memory() / ranks - RANK_BYTES),
         host_memory_bytes=float(available_memory()),
     )
     plain = [name for name in references if name != _SNAPSHOTS]

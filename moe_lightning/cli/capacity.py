@@ -40,13 +40,17 @@ def nodes_of(config: Mapping[str, Any]) -> int:
     return nodes
 
 
-def free_bytes(ranks: int, *, on_cpu: bool) -> float:
-    """Bytes that are free for each of so many ranks of this machine; of a GPU for the rank that uses it."""
-    if on_cpu:
-        return available_memory() / ranks
+def free_bytes(trainer: Mapping[str, Any]) -> float:
+    """Bytes that are free for a rank: its share of this machine's memory, or the memory of its GPU, on which asking
+    leaves a context of this process.
+    """
+    if trainer.get("accelerator") not in ("gpu", "cuda"):
+        return available_memory() / ranks_of(trainer)
     import torch
 
-    return float(torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0])
+    devices = trainer["devices"]
+    local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    return float(torch.cuda.mem_get_info(devices[local] if isinstance(devices, list) else local)[0])
 
 
 def check_processes(ranks: int, num_workers: int = 0) -> None:

@@ -307,7 +307,7 @@ def check_memory(config: Mapping[str, Any]) -> None:
     with suppress(ConfigurationError):
         run = planned_run(config, ranks_here * nodes_of(config), ranks_here)
         if run is not None:
-            free = free_bytes(ranks_here, on_cpu=run.training.on_cpu)
+            free = free_bytes(config["trainer"])
             process = RANK_BYTES if run.training.on_cpu else 0
             roughly = replace(run, counts=False).memory().total
             if _CERTAIN * roughly > free - process:

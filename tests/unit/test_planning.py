@@ -14,11 +14,10 @@ from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
 
 from moe_lightning import cores
-from moe_lightning.cli import capacity, planning
+from moe_lightning.cli import capacity, planning, training
 from moe_lightning.cli.composition import config_folder
 from moe_lightning.cli.footprint import TrainingShape, count_footprint
 from moe_lightning.cli.planning import PlannedRun, check_memory, memory_refusal, planned_run
-from moe_lightning.cli.training import check_room
 from moe_lightning.data.documents import source_files
 from moe_lightning.data.token_folder import Recipe, write_token_folder
 from moe_lightning.elastic.membership import ELASTIC_VARIABLE, ElasticTask
@@ -249,22 +248,49 @@ def test_a_refusal_is_one_line() -> None:
 
 def test_a_run_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(*LARGE)
-    monkeypatch.setattr(planning, "free_bytes", lambda ranks, on_cpu: 1e12)
+    monkeypatch.setattr(planning, "free_bytes", lambda trainer: 1e12)
     check_memory(config)
-    monkeypatch.setattr(planning, "free_bytes", lambda ranks, on_cpu: capacity.RANK_BYTES + 1e9)
+    monkeypatch.setattr(planning, "free_bytes", lambda trainer: capacity.RANK_BYTES + 1e9)
     with pytest.raises(ConfigurationError, match=r"this run needs .* GB a rank, 1\.27 GB are free: use trainer\."):
         check_memory(config)
     check_memory(_config("model.d_model=-1"))  # told where the model is built
 
 
 def test_a_worker_started_again_is_not_refused_for_the_memory_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "free_bytes", lambda ranks, on_cpu: capacity.RANK_BYTES + 1e9)
+    monkeypatch.setattr(planning, "free_bytes", lambda trainer: capacity.RANK_BYTES + 1e9)
     config, module = _config(*LARGE), LightningModule()
     for starts in (1, 2):
         task = ElasticTask(address="unix:relay", secret_file="secret", node="a", starts=starts)
         monkeypatch.setenv(ELASTIC_VARIABLE, task.to_environment()[ELASTIC_VARIABLE])
         with pytest.raises(ConfigurationError, match="this run needs") if starts == 1 else nullcontext():
-            check_room(config, module)
+            training.check_room(config, module)
+
+
+@pytest.mark.parametrize(
+    ("devices", "variables", "asked"),
+    [
+        (1, {}, 0),
+        ([3], {}, 3),
+        ([2, 3], {"LOCAL_RANK": "1"}, 3),
+        (8, {"SLURM_LOCALID": "5"}, 5),
+        (8, {"SLURM_LOCALID": "0", "LOCAL_RANK": "2"}, 2),
+    ],
+)
+def test_a_rank_asks_its_own_gpu(
+    devices: int | list[int], variables: dict[str, str], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index, 80))
+    assert capacity.free_bytes({"accelerator": "gpu", "devices": devices}) == asked
+
+
+def test_the_process_that_starts_the_ranks_does_not_ask_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "free_bytes", lambda trainer: pytest.fail("the context on a GPU would stay"))
+    config = _config()
+    training.check(config)
 
 
 @pytest.mark.parametrize("dense", ["ddp", "zero1", "fsdp", "hsdp"])
@@ -285,7 +311,7 @@ def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cores.available_memory() > 1000
     (tmp_path / "memory.max").write_text("1000\n")
     assert cores.available_memory() == 1000 - (300 - 150)
-    assert capacity.free_bytes(2, on_cpu=True) == 425
+    assert capacity.free_bytes({"accelerator": "cpu", "devices": 2}) == 425
     job = tmp_path / "job 1:2"
     (job / "step").mkdir(parents=True)
     (tmp_path / "cgroup").write_text("1:name=systemd:/\n0::/job 1:2/step\n")
