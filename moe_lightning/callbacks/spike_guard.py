@@ -32,7 +32,7 @@ from moe_lightning.strategies.checks import require_automatic_optimization
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy, own_strategy
 from moe_lightning.strategies.step_data import first_sampler, joined_slice
 from moe_lightning.strategies.watch import FEWEST_LOSSES, limit_of
-from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport
+from moe_lightning.strategies.worlds import ExpertParallelCallback
 
 _MOST_SHOWN = 12
 _COLUMNS = ("step", "loss", "limit", "restored_step", "samples")
@@ -201,7 +201,7 @@ class SpikeGuard(ExpertParallelCallback):
         own_strategy(trainer, "SpikeGuard").update.finite.ignore_spikes()
         if stage == "fit":  # what was saved is loaded after this
             self._losses.clear()
-            self.rollbacks = 0
+            self.rollbacks, self._spike = 0, None
         require_automatic_optimization(pl_module, "SpikeGuard returns to the end of a step", cure="drop the callback")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(other, WeightAveraging) or getattr(other, "replays", False):
@@ -219,7 +219,7 @@ class SpikeGuard(ExpertParallelCallback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         here, sampler = joined_slice(trainer.train_dataloader), first_sampler(trainer.train_dataloader)
-        self._spike = None  # rank 0 has ended the last batch
+        self._report_left(trainer)
         self._began = began = None if here is None or sampler is None else sampler.begin_of(here)
         self._position = None if here is None or began is None else began + here.step_total
         if not self._copies:
@@ -285,10 +285,17 @@ class SpikeGuard(ExpertParallelCallback):
         if self._path is not None:
             append_rows(self._path, _COLUMNS, [[*spike[:-1], " ".join(map(str, spike.samples))]])
 
-    @override
-    def on_recovered(self, trainer: pl.Trainer, pl_module: pl.LightningModule, report: RecoveryReport) -> None:
-        if self._spike is not None and 0 in report.lost_ranks and trainer.is_global_zero:
+    def _report_left(self, trainer: pl.Trainer) -> None:
+        """Report a rollback whose hook a fault has left, or whose rank 0 was lost, unless the run has returned to a
+        step before it.
+        """
+        if self._spike is not None and trainer.is_global_zero and trainer.global_step >= self._spike.step:
             self._report()
+        self._spike = None  # rank 0 has ended the last batch
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report_left(trainer)
 
 
 def _mean_loss(strategy: ExpertParallelStrategy) -> float | None:

@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
-from moe_lightning.callbacks.spike_guard import SpikeGuard, StateCopy
+from moe_lightning.callbacks.spike_guard import SpikeGuard, StateCopy, _Spike
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.errors import ConfigurationError, LossSpikeError, StateDamagedError
 from moe_lightning.strategies.watch import limit_of
@@ -281,6 +282,26 @@ def test_a_checkpoint_after_a_rollback_holds_nothing_of_the_updates_before(
     saved = Checkpoint(Path(saver.last_model_path))
     assert saved.step == SPIKE
     assert set(saved.expert_versions().flat) == {SPIKE}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("rank", "step", "rows"), [(0, 7, 1), (1, 7, 0), (0, 6, 0)])
+def test_a_rollback_is_reported_though_a_fault_has_dropped_the_hook(
+    rank: int, step: int, rows: int, ends: bool, tmp_path: Path
+) -> None:
+    """Rank 0 reports it, unless the run has returned to a step before it."""
+    guard, path = SpikeGuard(path=str(tmp_path / "spikes.csv")), tmp_path / "spikes.csv"
+    guard._copies.append(None)  # type: ignore[arg-type]
+    guard._spike = _Spike(step=7, loss=9.0, limit=1.0, restored=3, samples=[4, 5])
+    trainer: Any = SimpleNamespace(global_step=step, is_global_zero=rank == 0, train_dataloader=None)
+    unused: Any = None
+    for _ in range(2):
+        if ends:
+            guard.on_train_end(trainer, unused)
+        else:
+            guard.on_train_batch_start(trainer, unused, unused, 0)
+    found = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+    assert [row["samples"] for row in found] == ["4 5"] * rows
 
 
 @pytest.mark.slow
