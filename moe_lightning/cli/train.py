@@ -65,6 +65,7 @@ from moe_lightning.text_table import in_columns, table
 from moe_lightning.user_errors import suggestion
 
 if TYPE_CHECKING:
+    from moe_lightning.checkpoint.storage.interface import Place
     from moe_lightning.elastic.launcher import ElasticLauncher
 
 _WIDTH = 110  # of the recipes' lines
@@ -781,18 +782,17 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
     """
     is_going_on, named = goes_on(config), config["resume"] if isinstance(config["resume"], str) else None
     newest = directory.newest_intact() if is_going_on and config["task"] == "train" else None
-    if named is not None and newest is None:
+    store = _store_with_checkpoints(config) if config["task"] == "train" else None
+    if named is not None and newest is None and store is None:
         check_start(named)
     if config["task"] != "train":
         return None, ""
     if config["resume"] is False and not is_going_on:
         if not is_first:
             return None, ""
-        from moe_lightning.checkpoint.directory import headings
-        from moe_lightning.cli.training import check, store_of_checkpoints
+        from moe_lightning.cli.training import check
 
-        store = store_of_checkpoints(config)
-        if store is not None and headings(store):
+        if store is not None:
             raise ConfigurationError(
                 f"{store} has checkpoints, which resume=false does not delete: give another "
                 "callbacks.partial_experts_checkpoint.dirpath, or resume=true"
@@ -802,15 +802,32 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
         return place, f", the earlier run is kept in {place.name}" if place else ""
-    start = newest.path if newest is not None else named
+    if store is not None:
+        start: str | Path | None = directory.config  # the store has none
+    else:
+        start = newest.path if newest is not None else named
     former = start and config_of(start)
     found = changes(former, config) if former else []
-    check_changes(found, overrides=config["resume_overrides"], is_named=newest is None)
+    check_changes(found, overrides=config["resume_overrides"], is_named=newest is None and store is None)
+    if store is not None:
+        return None, f", resuming from {store}{effect(found)}"
     if newest is not None:
         is_restart = config["resume"] is False
         hint = "after a restart; another run_name starts over" if is_restart else "resume=false starts over"
         return None, f", resuming after step {newest.step} ({hint}){effect(found)}"
     return None, effect(found)
+
+
+def _store_with_checkpoints(config: Mapping[str, Any]) -> Place | None:
+    """Return the object store whose checkpoints a training goes on from; None without any there."""
+    partial = config["callbacks"].get("partial_experts_checkpoint") or {}
+    if "://" not in str(partial.get("dirpath")):  # most runs need none of the imports
+        return None
+    from moe_lightning.checkpoint.directory import headings
+    from moe_lightning.cli.training import store_of_checkpoints
+
+    store = store_of_checkpoints(config)
+    return store if store is not None and headings(store) else None
 
 
 def _as_settings(arguments: Sequence[str]) -> list[str]:

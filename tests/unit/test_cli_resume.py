@@ -336,7 +336,7 @@ def test_what_a_command_already_says_is_no_advice(
     """A restart resumes under resume=false too."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     run = _run(tmp_path / "run", began=resume)
-    config = {"run_dir": str(run.path), "resume": resume, "task": "train", "resume_overrides": False}
+    config = {"run_dir": str(run.path), "resume": resume, "task": "train", "resume_overrides": False, "callbacks": {}}
     state = train._prepare(run, config, is_first=True)[1]
     finished = train._finished(run, {**config, "trainer": {"max_steps": 4}})
     assert "resuming after step 4 (" in state
@@ -431,3 +431,16 @@ def test_a_validation_does_not_go_on_with_other_settings(fn: TrainerFn, tmp_path
     cure = "give this run another run_name" if fn == TrainerFn.FITTING else "or name another checkpoint"
     with pytest.raises(ConfigurationError, match=f"another shape or meaning: .*, {cure}"):
         load(overrides={"num_experts_per_tok": 1})
+
+
+def test_a_run_in_an_object_store_is_compared_with_its_recorded_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lightning.checkpoint.directory.headings", lambda store: ["a checkpoint"])
+    store = {"callbacks": {"partial_experts_checkpoint": {"dirpath": "s3://bucket/x"}}, "task": "train"}
+    directory, options = RunDirectory(tmp_path), {"run_dir": str(tmp_path), "resume_overrides": False}
+    directory.record({**FORMER, **store, **options})
+    state = train._prepare(directory, {**FORMER, **store, **options}, is_first=True)
+    assert state == (None, ", resuming from s3://bucket/x")
+    with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.001 -> 0\.0001; give resume_overrides=true"):
+        train._prepare(directory, {**_with(optimizer__lr=1e-4), **store, **options}, is_first=True)
