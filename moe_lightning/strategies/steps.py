@@ -231,8 +231,10 @@ class Steps:
         """True if the running batch is the first of a step, and the step before was left after some of its batches, as
         where a hook ends the epoch.
         """
+        if self._earlier is None:  # asked in every batch
+            return False
         here = joined_slice(self._state.trainer.train_dataloader)
-        return self._earlier is not None and here is not None and here.micro == 0
+        return here is not None and here.micro == 0
 
     def draw_noise(self) -> None:
         """Set the positions of keyed noise: this rank's part of each sequence in the present world, and where layers
