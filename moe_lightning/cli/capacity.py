@@ -40,11 +40,16 @@ def nodes_of(config: Mapping[str, Any]) -> int:
     return nodes
 
 
+def is_on_cpu(trainer: Mapping[str, Any]) -> bool:
+    """True if the ranks compute on this machine's CPU."""
+    return trainer.get("accelerator") not in ("gpu", "cuda")
+
+
 def free_bytes(trainer: Mapping[str, Any]) -> float:
     """Bytes that are free for a rank: its share of this machine's memory, or the memory of its GPU, on which asking
     leaves a context of this process.
     """
-    if trainer.get("accelerator") not in ("gpu", "cuda"):
+    if is_on_cpu(trainer):
         return available_memory() / ranks_of(trainer)
     import torch
 
@@ -108,7 +113,7 @@ def check_image(image_size: int) -> None:
 
 def whole_memory(trainer: Mapping[str, Any], nodes: int) -> int:
     """Bytes of all ranks together, where every node is like this one."""
-    if trainer.get("accelerator") not in ("gpu", "cuda"):
+    if is_on_cpu(trainer):
         return machine_memory() * nodes
     import torch
 

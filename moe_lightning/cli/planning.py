@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
-from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes, nodes_of, ranks_of
+from moe_lightning.cli.capacity import MOMENTS, RANK_BYTES, free_bytes, is_on_cpu, nodes_of, ranks_of
 from moe_lightning.cli.composition import build_object
 from moe_lightning.cli.footprint import PRECISIONS, TrainingShape, count_footprint
 from moe_lightning.cli.targets import located
@@ -183,7 +183,7 @@ def planned_run(config: Mapping[str, Any], num_ranks: int, ranks_per_node: int) 
         micro_batches *= strategy.get("micro_batches") or MICRO_BATCHES_PER_RANK * pp
     recovery = config["callbacks"].get("fault_recovery") or {}
     groups = max(1, num_ranks // (strategy.get("ep_size") or num_ranks))
-    on_cpu = trainer.get("accelerator") not in ("gpu", "cuda")
+    on_cpu = is_on_cpu(trainer)
     mesh = MeshSpec(
         **axes,
         dense=dense,
