@@ -781,15 +781,16 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
         ConfigurationError: settings that the run cannot go on with, or a folder that must not be moved.
     """
     is_going_on, named = goes_on(config), config["resume"] if isinstance(config["resume"], str) else None
+    starts_over = config["task"] == "train" and config["resume"] is False and not is_going_on
+    if starts_over and not is_first:
+        return None, ""
     newest = directory.newest_intact() if is_going_on and config["task"] == "train" else None
     store = _store_with_checkpoints(config) if config["task"] == "train" else None
     if named is not None and newest is None and store is None:
         check_start(named)
     if config["task"] != "train":
         return None, ""
-    if config["resume"] is False and not is_going_on:
-        if not is_first:
-            return None, ""
+    if starts_over:
         from moe_lightning.cli.training import check
 
         if store is not None:
