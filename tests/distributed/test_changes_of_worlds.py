@@ -217,6 +217,19 @@ def whole(value: Tensor, parameter: nn.Parameter) -> Tensor:
     return DTensor.from_local(local(value), parameter.device_mesh, parameter.placements, **shape).full_tensor()
 
 
+def take_part(name: str, worlds: tuple[tuple[int, ...], ...], slot: int, file: Path) -> None:
+    """Let the next fit of this process train in planned worlds, whose processes meet in a file.
+
+    Args:
+        name: of the plan, another one for each.
+    """
+    MEMBERSHIPS.register(name)(partial(PlannedMembership, worlds, dist.FileStore(str(file), -1)))
+    settings = ElasticSettings(build_timeout_s=PATIENCE_S, hang_timeout_s=2 * PATIENCE_S, membership=name)
+    place: dict[str, Any] = {"node": f"node{slot}", "slot": slot, "expected": len(worlds[0])}
+    task = ElasticTask(address="none", secret_file="none", settings=settings, **place)
+    os.environ.update(task.to_environment())
+
+
 def train_in_worlds(rank: int, world_size: int, runs: dict[str, Run]) -> dict[str, Kept]:
     """Train in the worlds of each run that have this process."""
     folder, found = Path.cwd(), dict[str, Kept]()
@@ -228,12 +241,7 @@ def train_in_worlds(rank: int, world_size: int, runs: dict[str, Run]) -> dict[st
             dist.destroy_process_group()
         if all(rank not in world for world in run.worlds):
             continue
-        worlds = dist.FileStore(str(folder / name), -1)
-        MEMBERSHIPS.register(name)(partial(PlannedMembership, run.worlds, worlds))
-        settings = ElasticSettings(build_timeout_s=PATIENCE_S, hang_timeout_s=2 * PATIENCE_S, membership=name)
-        place: dict[str, Any] = {"node": f"node{rank}", "slot": rank, "expected": len(run.worlds[0])}
-        task = ElasticTask(address="none", secret_file="none", settings=settings, **place)
-        os.environ.update(task.to_environment())
+        take_part(name, run.worlds, rank, folder / name)
         changing = Changing(run)
         callbacks = [changing, FaultRecovery(**run.recovery)]
         trainer = make_trainer(rank, world_size, run.strategy, max_steps=STEPS, callbacks=callbacks)

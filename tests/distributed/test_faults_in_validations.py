@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
-from moe_lightning.elastic.membership import MEMBERSHIPS, ElasticSettings, ElasticTask
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_changes_of_worlds import PlannedMembership
+from tests.distributed.test_changes_of_worlds import take_part
 from tests.distributed.training import TINY, RandomTokens, make_trainer
-from tests.forks import PATIENCE_S
 
 EPOCH = 4
 """Steps of an epoch."""
@@ -134,11 +132,7 @@ def decide(rank: int, world_size: int, faults: list[str], plan: Plan, final: int
         os.chdir(folder)
         if dist.is_initialized():
             dist.destroy_process_group()
-        store = dist.FileStore(str(folder / "store"), -1)
-        MEMBERSHIPS.register(name := f"planned {index}")(partial(PlannedMembership, ((0,), (0,)), store))
-        settings = ElasticSettings(build_timeout_s=PATIENCE_S, hang_timeout_s=2 * PATIENCE_S, membership=name)
-        task = ElasticTask(address="none", secret_file="none", settings=settings, node="node0", slot=0, expected=1)
-        os.environ.update(task.to_environment())
+        take_part(f"planned {index}", ((0,), (0,)), 0, folder / "store")
         stopping = Stopping("val/loss", min_delta=1e6, patience=plan.patience)
         counting, saver = Counting(fault, final), Saver(fault, final)
         callbacks = [Timer(plan.stops_at), stopping, FaultRecovery(), counting, saver]

@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, PartialExpertsCheckpoint
-from moe_lightning.elastic.membership import MEMBERSHIPS, ElasticSettings, ElasticTask
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_changes_of_worlds import PlannedMembership
+from tests.distributed.test_changes_of_worlds import take_part
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
-from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
 STEPS_OF_EPOCH = 8
@@ -447,12 +445,7 @@ class LosesTheWorld(Callback):
 def resume_in_worlds(rank: int, world_size: int, saved: str) -> list[tuple[int, list[int]]]:
     """Rank 0 resumes alone and loses its world; rank 1, which has read the same file, joins it in the next one."""
     torch.distributed.destroy_process_group()
-    store = torch.distributed.FileStore(str(Path.cwd() / "worlds"), -1)
-    MEMBERSHIPS.register("planned")(partial(PlannedMembership, ((0,), (0, 1)), store))
-    settings = ElasticSettings(build_timeout_s=PATIENCE_S, hang_timeout_s=2 * PATIENCE_S, membership="planned")
-    place: dict[str, Any] = {"node": f"node{rank}", "slot": rank, "expected": 1}
-    task = ElasticTask(address="none", secret_file="none", settings=settings, **place)
-    os.environ.update(task.to_environment())
+    take_part("planned", ((0,), (0, 1)), rank, Path.cwd() / "worlds")
     loses = LosesTheWorld()
     trainer = make_trainer(rank, world_size, callbacks=[loses, FaultRecovery()], max_epochs=EPOCHS)
     trainer.fit(Breaking(None, 0), DataLoader(RandomTokens(6 * BATCHES), batch_size=6, shuffle=True), ckpt_path=saved)
