@@ -47,7 +47,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.capacity import check_image, check_model, check_processes, nodes_of, ranks_of, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
 from moe_lightning.cli.resume import changes, check_changes, check_start, goes_on
-from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.run_directory import RunDirectory, SavedStep
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import TARGET, with_key
 from moe_lightning.data.text import TextData
@@ -99,7 +99,9 @@ _LOGGED = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "
 
 class RunRecord(Callback):
     """Records the configuration when training starts: a command that fails before leaves the former one, and no empty
-    run in a logger. A checkpoint of a model that computes something else is refused, also away from its run.
+    run in a logger. With `resume_overrides` it is recorded after the first checkpoint of the new settings: those of the
+    newest one are compared with the next command's, and training may be killed before there is another. A checkpoint of
+    a model that computes something else is refused, also away from its run.
 
     Args:
         directory: of the run.
@@ -109,6 +111,7 @@ class RunRecord(Callback):
     def __init__(self, directory: RunDirectory, config: Mapping[str, Any]) -> None:
         self._directory = directory
         self._config = config
+        self._former: SavedStep | None = None  # newest checkpoint while none has the new settings
 
     @override
     def on_load_checkpoint(
@@ -131,8 +134,10 @@ class RunRecord(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._former = self._directory.newest_checkpoint() if self._config["resume_overrides"] else None
         if trainer.is_global_zero:
-            self._directory.record(self._config)
+            if self._former is None:
+                self._directory.record(self._config)
             self._directory.metrics("train").unlink(missing_ok=True)  # of an earlier training
             data = getattr(trainer, "datamodule", None)
             if isinstance(data, TextData) and data.trained_tokenizer is not None:
@@ -141,6 +146,20 @@ class RunRecord(Callback):
             logger.log_hyperparams({name: self._config[name] for name in _LOGGED})
             if isinstance(logger, QuietWandbLogger) and trainer.ckpt_path:
                 logger.resume_from(Path(trainer.ckpt_path), trainer.global_step)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._record_overrides(trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._record_overrides(trainer)
+
+    def _record_overrides(self, trainer: pl.Trainer) -> None:
+        is_waiting = self._former is not None and trainer.is_global_zero
+        if is_waiting and self._directory.newest_checkpoint() != self._former:
+            self._directory.record(self._config)
+            self._former = None
 
 
 class ResumedEarlyStopping(Callback):

@@ -444,3 +444,22 @@ def test_a_run_in_an_object_store_is_compared_with_its_recorded_settings(
     assert state == (None, ", resuming from s3://bucket/x")
     with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.001 -> 0\.0001; give resume_overrides=true"):
         train._prepare(directory, {**_with(optimizer__lr=1e-4), **store, **options}, is_first=True)
+
+
+def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path) -> None:
+    """A command that is killed before leaves a checkpoint of the former ones."""
+    directory, options = _run(tmp_path, began=True), {"run_dir": str(tmp_path), "task": "train", "callbacks": {}}
+    former, given = ({**_with(optimizer__lr=lr), **options, "resume_overrides": False} for lr in (1e-3, 1e-4))
+    trainer: Any = SimpleNamespace(is_global_zero=True, loggers=[], global_step=4)
+    RunRecord(directory, former).on_train_start(trainer, GPTModule(TINY))
+    record = RunRecord(directory, {**given, "resume_overrides": True})
+    record.on_train_start(trainer, GPTModule(TINY))
+    record.on_train_batch_start(trainer, GPTModule(TINY), None, 0)
+    train._prepare(directory, former, is_first=True)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.001 -> 0\.0001; give resume_overrides=true"):
+        train._prepare(directory, given, is_first=True)
+    write_file({"global_step": 8}, directory.checkpoints / "step-0000008.ckpt")
+    record.on_train_batch_start(trainer, GPTModule(TINY), None, 1)
+    train._prepare(directory, given, is_first=True)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.0001 -> 0\.001; give resume_overrides=true"):
+        train._prepare(directory, former, is_first=True)
