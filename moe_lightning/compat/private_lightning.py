@@ -616,11 +616,15 @@ def validating(trainer: pl.Trainer) -> Generator[None, None, None]:
 
 
 def run_validation(trainer: pl.Trainer) -> None:
-    """Run a validation from its begin, as the epoch loop does it."""
-    validation = trainer.fit_loop.epoch_loop.val_loop
-    validation.restarting = False
+    """Run a validation from its begin in a loop that was restored to the end of a batch, as the epoch loop does it."""
+    loop = trainer.fit_loop.epoch_loop
+    batches: Any = loop.batch_progress
+    batches.increment_completed()  # so that a run which resumes from a file of the validation ends its epoch
+    loop.val_loop.restarting = False
     with validating(trainer):
-        validation.run()
+        loop.val_loop.run()
+    for progress in (batches.total, batches.current):  # `finish` or the loop itself, as it restarts, counts it
+        progress.completed -= 1
     _continue_averages(trainer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,7 @@ class Decided(NamedTuple):
         last: name of the last checkpoint.
         ended: steps whose validations have ended, in a hook after FaultRecovery's.
         epochs: batches in the averages of each epoch, by the step at which it has ended.
+        loops: their state in a checkpoint of the last validation.
     """
 
     num_waits: int
@@ -52,6 +54,7 @@ class Decided(NamedTuple):
     last: str
     ended: list[int]
     epochs: dict[int, int]
+    loops: dict[str, Any]
 
 
 def lose(trainer: pl.Trainer) -> None:
@@ -112,9 +115,11 @@ class Counting(pl.Callback):
         self._fault, self._final = fault, final
         self.ended: list[int] = []
         self.epochs: dict[int, int] = {}
+        self.loops: dict[str, Any] = {}
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.ended.append(trainer.global_step)
+        self.loops = copy.deepcopy(trainer.fit_loop.state_dict())
         if self._fault == "hook" and len(self.ended) == 2:
             lose(trainer)
 
@@ -144,7 +149,7 @@ def decide(rank: int, world_size: int, faults: list[str], plan: Plan, final: int
         assert list(saver.best_k_models) == [saver.best_model_path]
         best = int(Path(saver.best_model_path).stem.removeprefix("step=").partition("-")[0])
         last = Path(saver.last_model_path).name
-        found.append(Decided(stopping.wait_count, best, last, counting.ended, counting.epochs))
+        found.append(Decided(stopping.wait_count, best, last, counting.ended, counting.epochs, counting.loops))
         os.chdir(folder.parent)
     return found
 
@@ -163,7 +168,7 @@ def decided(interval: float) -> list[Decided]:
 def test_callbacks_decide_as_in_a_calm_run(fault: str, interval: float) -> None:
     calm, found = decided(interval)[0], decided(interval)[FAULTS.index(fault)]
     steps = [int(EPOCH * interval * (1 + index)) for index in range(int(2 / interval))]
-    assert calm == (len(steps) - 1, steps[-1], "last.ckpt", steps, {EPOCH: EPOCH, 2 * EPOCH: EPOCH})
+    assert calm[:-1] == (len(steps) - 1, steps[-1], "last.ckpt", steps, {EPOCH: EPOCH, 2 * EPOCH: EPOCH})
     repeated = {"hook": steps[1], "before": steps[-1], "after": steps[0]}[fault]
     assert found == calm._replace(ended=sorted([*steps, repeated]))
 
