@@ -162,6 +162,11 @@ def goes_on(config: Mapping[str, Any]) -> bool:
     return began_so
 
 
+def may_be_repeated() -> bool:
+    """True if torchrun or SLURM may start this command again, see `goes_on`."""
+    return not os.environ.keys().isdisjoint(("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID"))
+
+
 def check_start(resume: str) -> None:
     """Refuse a `resume` that is not a checkpoint, without reading what may be large.
 

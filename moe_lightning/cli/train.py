@@ -52,7 +52,7 @@ from moe_lightning.cli.composition import (
 from moe_lightning.cli.dial import check_dial, dial_line, with_dial
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import read_settings, refuse_option
-from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on
+from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, may_be_repeated
 from moe_lightning.cli.run_directory import RunDirectory, Traces, locked, remove_empty
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
@@ -623,8 +623,9 @@ def _undo(
     failure = getattr(error, "failure", None)
     is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
     if earlier is not None:
-        # Without this machine the others may train on, but not with what was refused.
-        if (is_alone or is_refusal) and directory.put_back(earlier):
+        # Without this machine the others may train on, and the command itself may be repeated, which would then resume
+        # the earlier run; but not with what was refused.
+        if ((is_alone and not may_be_repeated()) or is_refusal) and directory.put_back(earlier):
             print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
     elif is_alone and is_refusal:  # after a crash the logs of the ranks may be wanted
         directory.clear(before)

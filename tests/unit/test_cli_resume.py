@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from moe_lightning.cli import train
 from moe_lightning.cli.resume import changes, check_changes, config_of, effect, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.training import ResumedEarlyStopping, ResumedWithOverrides, RunRecord
+from moe_lightning.elastic.worker import Interrupted
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt_module import OptimizerConfig, WarmupAndDecay
 from tests.distributed.training import TINY, RandomTokens, quiet, quiet_trainer
@@ -463,3 +465,29 @@ def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path) ->
     train._prepare(directory, given, is_first=True)
     with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.0001 -> 0\.001; give resume_overrides=true"):
         train._prepare(directory, former, is_first=True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "error", "is_put_back"),
+    [
+        ("SLURM_JOB_ID", Interrupted(signal.SIGTERM), False),
+        ("TORCHELASTIC_RESTART_COUNT", RuntimeError("a crash"), False),
+        ("SLURM_JOB_ID", ConfigurationError("refused"), True),
+        ("HOME", Interrupted(signal.SIGTERM), True),
+    ],
+)
+def test_an_earlier_run_is_not_resumed_by_the_repetition_of_a_command_that_starts_over(
+    variable: str, error: BaseException, is_put_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier run began with resume=false, too, as the repeated command did."""
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "0")
+    directory = _run(tmp_path / "run", began=False)
+    directory.logs.mkdir()
+    before, earlier = directory.traces(), directory.move_aside()
+    directory.create()
+    train._undo(directory, before, earlier, error, is_alone=True)
+    assert directory.config.is_file() is is_put_back
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert is_put_back or not _goes_on(directory, False)
