@@ -159,7 +159,7 @@ class ClientState:
 
     def is_unneeded(self) -> bool:
         """Return True if a process that joins can end, since the others have finished without it."""
-        return self.is_finished() and self._finishes.newest > self._finishes.own and self._waits_for_a_step
+        return self.is_late() and self._waits_for_a_step
 
     @property
     def has_no_state(self) -> bool:
@@ -238,8 +238,12 @@ class ClientState:
         return self.eviction is not None or self._finishes.newest >= self._finishes.own
 
     def is_finished(self) -> bool:
-        """Return True if others have finished the run since this process registered."""
+        """Return True if the run has been finished since this process registered, by others or by all."""
         return self._finishes.before is not None and self._finishes.newest > self._finishes.before
+
+    def is_late(self) -> bool:
+        """Return True if others have finished the run, or a later one of the script, without this process."""
+        return self.is_finished() and self._finishes.newest > self._finishes.own
 
     def has_newcomers(self, now: float) -> bool:
         """Return True if a process has been waiting for at least `join_window_s` to join."""

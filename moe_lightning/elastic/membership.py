@@ -150,7 +150,10 @@ class Membership(Protocol):
         """Announce that the training is done."""
 
     def is_finished(self) -> bool:
-        """Return True if others have finished the run."""
+        """Return True if the run has been finished, by others or by all."""
+
+    def is_late(self) -> bool:
+        """Return True if others have finished the run without this process."""
 
     def listen(self) -> None:
         """Receive notices from now on."""

@@ -463,9 +463,14 @@ class RendezvousClient:
             self._carry_out()
 
     def is_finished(self) -> bool:
-        """Return True if others have finished the run since this process started."""
+        """Return True if the run has been finished since this process started, by others or by all."""
         with self._changed:
             return self._state.is_finished()
+
+    def is_late(self) -> bool:
+        """Return True if others have finished the run, or a later one of the script, without this process."""
+        with self._changed:
+            return self._state.is_late()
 
     def listen(self) -> None:
         """Receive notices from now on, also if a Trainer has replaced the signal handler."""

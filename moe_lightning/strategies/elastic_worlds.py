@@ -228,7 +228,7 @@ class ElasticWorlds:
     def _join(self, watch: Stopwatch) -> World:
         with watch.phase("rendezvous"):
             members = self.engine.join(is_ready=True, is_spare=self.standing is Standing.SPARE)
-        if self.is_newcomer and self.engine.is_finished():
+        if self.is_newcomer and self.engine.is_late():
             raise RunFinished("the others finished the run before this process joined it")
         self._cause = self.engine.reason or self._cause  # by now a launcher may have said how a rank ended
         with watch.phase("groups"):

@@ -129,6 +129,8 @@ class PlannedMembership:
     def is_finished(self) -> bool:
         return False
 
+    is_late = is_finished
+
     def wait_for_cause(self) -> str | None:
         return None
 

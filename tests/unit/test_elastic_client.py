@@ -195,8 +195,13 @@ def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
     state.receive({"t": "finished", "finished": 5}, 0.0)
     assert state.is_finish_known
     assert not state.is_unneeded(), "they finished with it"
-    state.receive({"t": "finished", "finished": 6}, 0.0)
-    assert state.is_unneeded(), "they finished another run without it"
+    state.start_join(is_ready=True, is_spare=True)
+    state.receive(formed(state, 7, PEERS), 0.0)
+    assert not state.is_late(), "they train again, now with it"
+    state.receive({"t": "finished", "finished": 8}, 0.0)
+    assert state.is_late(), "they finished another run without it"
+    state.receive({"t": "spare"}, 0.0)
+    assert state.is_unneeded()
 
 
 def test_each_run_that_a_process_finishes_in_one_world_has_a_number_of_its_own() -> None:

@@ -100,7 +100,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Worlds of one rank that never recovers, before its first fit; it was started once."""
     engine = MagicMock(reason="a rank was lost")
     engine.task.starts, engine.task.settings.min_ranks = 1, 1
-    engine.is_finished.side_effect = lambda: engine.finish.called
+    engine.is_late.return_value = False
     worlds = Worlds()
     strategy: Any = SimpleNamespace(
         worlds=worlds, state=MagicMock(), checkpoints=MagicMock(), options=MagicMock(), root_device=torch.device("cpu")
