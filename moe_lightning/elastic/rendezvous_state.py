@@ -82,7 +82,7 @@ class Member:
         lost_at: time at which its connection ended; None while it has one.
         grace_s: time that it then has to reconnect while others wait.
         joining_since: time of its join; None while it does not wait for a world.
-        has_set_up: it has been in a world, or trains in the next one at once.
+        has_set_up: as it said at its last join: it trains in the next world at once.
         progress: the last count of its steps; -1 if a restarted host does not know it yet.
         multiple: the worlds of its run train in multiples of so many members.
         is_spare: it was notified that it waits until there are enough for a multiple.
@@ -539,7 +539,7 @@ class RendezvousState:
         match message:
             case {"t": "join", "ready": bool(is_ready)}:
                 member.joining_since = now if member.joining_since is None else member.joining_since
-                member.has_set_up |= is_ready
+                member.has_set_up = is_ready
                 if message.get("spare") is True and self.world is not None and member.id in self.world.ranks:
                     self.world.gone.add(member.id)
             case {"t": "leave"}:
@@ -733,7 +733,7 @@ class RendezvousState:
         member.grace_s = 0.0
         if joins:
             member.joining_since = now if member.joining_since is None else member.joining_since
-        member.has_set_up |= is_ready or (world is not None and bool(world))
+        member.has_set_up = is_ready
         self.clients.send_to_launcher(member_id, "arrived")
         self._send_missed(connection, member, world, now)
 
@@ -835,7 +835,7 @@ class RendezvousState:
         )
         self._links.forget_reports()
         for member in members:
-            member.joining_since, member.has_set_up, member.is_spare = None, True, False
+            member.joining_since, member.is_spare = None, False
         self.clients.send_to(ids, self.world.formed)
         self.clients.send_workers(ids)
 

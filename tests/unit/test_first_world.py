@@ -4,9 +4,11 @@ without survivors, which a later fit of the same process never does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -290,19 +292,43 @@ def test_a_process_that_waits_to_join_evaluates_nothing() -> None:
     assert "run" not in {**vars(trainer.validate_loop), **vars(trainer.test_loop), **vars(trainer.predict_loop)}
 
 
-@pytest.mark.parametrize("is_ready", [False, True])
-def test_who_sets_up_keeps_out_of_a_world_that_trains(is_ready: bool) -> None:
-    """The world that the ready one waited for is gone: both come to a first world at the same moment."""
-    with RendezvousServer() as host, ExitStack() as stack, ThreadPoolExecutor() as pool:
+@pytest.fixture
+def pair() -> Iterator[list[RendezvousClient]]:
+    """Two clients whose first world waits for both."""
+    with RendezvousServer() as host, ExitStack() as stack:
         settings = ElasticSettings(join_window_s=0.1)
         where = {"address": str(host.address), "secret_file": str(host.secret_file), "node": "a"}
         task = ElasticTask(**where, expected=2, settings=settings)
-        clients = [stack.enter_context(closing(RendezvousClient(replace(task, token=name)))) for name in "xy"]
-        worlds = list(pool.map(lambda client, ready: client.join(is_ready=ready), clients, (is_ready, False)))
-        assert clients[1].withdraw_if_early() == is_ready
+        yield [stack.enter_context(closing(RendezvousClient(replace(task, token=name)))) for name in "xy"]
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_who_sets_up_keeps_out_of_a_world_that_trains(pair: list[RendezvousClient], is_ready: bool) -> None:
+    """The world that the ready one waited for is gone: both come to a first world at the same moment."""
+    with ThreadPoolExecutor() as pool:
+        worlds = list(pool.map(lambda client, ready: client.join(is_ready=ready), pair, (is_ready, False)))
+        assert pair[1].withdraw_if_early() == is_ready
         if is_ready:
-            clients[0].guard(worlds[0], lambda: None)
-            assert clients[0].join().size == 1, "it trains alone meanwhile"
-            late = pool.submit(clients[1].join, is_ready=True)
-            wait_until(clients[0].has_newcomers)
-            assert (clients[0].join().size, late.result().size) == (2, 2)
+            pair[0].guard(worlds[0], lambda: None)
+            assert pair[0].join(is_ready=True).size == 1, "it trains alone meanwhile"
+            late = pool.submit(pair[1].join, is_ready=True)
+            wait_until(pair[0].has_newcomers)
+            assert (pair[0].join(is_ready=True).size, late.result().size) == (2, 2)
+
+
+def test_ranks_whose_first_world_was_not_built_are_no_newcomers(
+    pair: list[RendezvousClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them has set up, so they build the next world."""
+    monkeypatch.setattr(RendezvousClient, "wait_for_cause", lambda _: None)
+    slow = [dist.DistNetworkError("only 1 of 2 ranks came to build their groups within 5 s")]
+
+    def build(client: RendezvousClient, members: Any, errors: list[Exception]) -> Any:
+        client.guard(members, lambda: None)
+        if errors:
+            raise errors.pop()
+        return members
+
+    with ThreadPoolExecutor() as pool:
+        worlds = list(pool.map(lambda client: first_world(client, partial(build, client, errors=list(slow))), pair))
+    assert [world and world.size for world in worlds] == [2, 2]
