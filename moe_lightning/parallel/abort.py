@@ -415,7 +415,7 @@ def build_world(
     aborter = GroupAborter()
     guard(aborter.abort)
     if size == 1:
-        return World.single(device, generation=generation)
+        return World.single(device, generation, is_aborted=lambda: aborter.is_aborted)
     prefixed = PrefixStore(name, store)
     prefixed.set_timeout(timedelta(seconds=build_timeout_s))
     with aborter:

@@ -237,9 +237,11 @@ class World:
         return replace(self, exchanges=ExchangeClock(), bubbles=ExchangeClock())
 
     @classmethod
-    def single(cls, device: torch.device | str = "cpu", generation: int = 0) -> World:
+    def single(
+        cls, device: torch.device | str = "cpu", generation: int = 0, *, is_aborted: Callable[[], bool] = _never
+    ) -> World:
         """A world of one rank: no groups, no communication."""
-        return cls(rank=0, size=1, device=torch.device(device), generation=generation)
+        return cls(rank=0, size=1, device=torch.device(device), generation=generation, is_aborted=is_aborted)
 
     @classmethod
     def offline(cls, rank: int, size: int, device: torch.device, layout: Layout | None = None) -> World:

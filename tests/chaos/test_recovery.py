@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -266,6 +266,22 @@ def test_a_stopped_rank_is_evicted_and_comes_back(tmp_path: Path) -> None:
         run.supervise()
         assert run.result(1)["world_size"] == 3
         assert_same_losses(run, reference(16), has_replicas=True)
+
+
+@pytest.mark.slow
+def test_the_only_rank_is_evicted_and_goes_on(tmp_path: Path) -> None:
+    """Its connections end nothing, and nobody else has its state: it joins again with it."""
+    stops = [Kill(worker=0, step=3, place="forward", signal=signal.SIGSTOP)]
+    settings = replace(SETTINGS, silence_timeout_s=1.0)
+    with elastic_run(tmp_path, workers=1, steps=STEPS, kills=stops, settings=settings) as run:
+        wait_until(run.kills_done)
+        time.sleep(settings.silence_timeout_s + 1.0)
+        run.signal(0, signal.SIGCONT)
+        run.supervise()
+        (report,) = run.reports()
+        assert "stopped answering" in report["reason"]
+        assert (report["ranks_after"], report["lost_ranks"], report["steps_lost"]) == (1, [0], 0)
+        assert_same_losses(run, reference(STEPS))
 
 
 class WatchedBalancer(LoadBalancer):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from datetime import timedelta
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
-from moe_lightning.parallel.abort import GroupAborter
+from moe_lightning.errors import WorldAbortedError
+from moe_lightning.parallel.abort import GroupAborter, build_world
+from moe_lightning.parallel.context import any_says
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -141,3 +146,16 @@ def test_confirm_does_not_take_a_process_for_its_own_peer(peers: Peers) -> None:
     assert len(aborter.connections) == 2
     aborter.confirm(lambda mine: [mine])
     assert aborter.connections == frozenset()
+
+
+def test_a_world_of_one_rank_learns_that_it_is_aborted() -> None:
+    """It has no connections whose end would raise: only an agreement asks."""
+    aborts: list[Callable[[], None]] = []
+    world = build_world(
+        "alone", store=HashStore(), rank=0, size=1, backend="gloo", timeout=timedelta(seconds=1), build_timeout_s=1.0,
+        device=torch.device("cpu"), guard=aborts.append,
+    )  # fmt: skip
+    assert any_says([True], world) == [True]
+    aborts[0]()
+    with pytest.raises(WorldAbortedError, match="was aborted"):
+        any_says([True], world)
