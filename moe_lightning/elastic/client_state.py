@@ -29,6 +29,7 @@ class JoinedWorld:
         has_set_up: a member had set up before the world formed.
         probes: probe endpoint of each node.
         is_left: the main thread is not in it: it has not guarded it yet, or has come to the next join.
+        is_done: the training in it is done, and no other has begun.
         reason: reason why it broke; None while it is intact.
         rating: quality of the reason: 1 an error, 2 a silent rank, 3 a death that a launcher reported.
         broken_at: time; None while it is intact.
@@ -39,6 +40,7 @@ class JoinedWorld:
     has_set_up: bool
     probes: Mapping[str, Endpoint] = field(default_factory=dict)
     is_left: bool = True
+    is_done: bool = False
     reason: str | None = None
     rating: int = 0
     broken_at: float | None = None
@@ -227,8 +229,15 @@ class ClientState:
         self.progress += 1
         self._return = None
 
+    def begin_fit(self) -> None:
+        """Begin a training, perhaps a further one of a script in the same world."""
+        if self.guarded is not None:
+            self.guarded.is_done = False
+
     def finish(self) -> None:
         """Announce that the training is done."""
+        if self.guarded is not None:
+            self.guarded.is_done = True
         self._finishes.own = max(self._number, self._finishes.own + 1)  # a further run may end in the same world
         self._send(t="finish", number=self._finishes.own)
 
@@ -381,9 +390,12 @@ class ClientState:
     def exceeded_limit_s(self, now: float) -> float | None:
         """Return the time that the main thread had to return from a broken world, if it is over; else None.
 
-        Before its first step it has the longer one: that is slow, and cannot be interrupted.
+        Before its first step it has the longer one: that is slow, and cannot be interrupted. After the training there
+        is no limit: it may export for minutes.
         """
         since, settings = self.awaited_since, self._task.settings
+        if self.guarded is not None and self.guarded.is_done:
+            return None
         limit_s = settings.hang_timeout_s
         if self.progress == 0:
             limit_s = max(limit_s, settings.start_timeout_s)

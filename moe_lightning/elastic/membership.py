@@ -156,7 +156,7 @@ class Membership(Protocol):
         """Return True if others have finished the run without this process."""
 
     def listen(self) -> None:
-        """Receive notices from now on."""
+        """Begin a training: receive notices from now on."""
 
     def close(self) -> None:
         """Leave for good."""
@@ -206,7 +206,7 @@ class ElasticSettings:
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world
             broke ends its process, so that the others need not wait for it; after two seconds in a collective that an
             abort does not free. Before its first step, in which kernels compile and communicators begin, it may take
-            `start_timeout_s`, if that is longer.
+            `start_timeout_s`, if that is longer; after the training, where it may export, there is no limit.
         build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
             while connections are made; so it is below `hang_timeout_s`.
         join_timeout_s: how long a member waits for a world, and a world below `min_ranks` for more members; a process

@@ -473,8 +473,9 @@ class RendezvousClient:
             return self._state.is_late()
 
     def listen(self) -> None:
-        """Receive notices from now on, also if a Trainer has replaced the signal handler."""
+        """Begin a training: receive notices from now on, also if a Trainer has replaced the signal handler."""
         self._preemption.listen()
+        self._state.begin_fit()
 
     @property
     def notice(self) -> str | None:

@@ -41,6 +41,22 @@ def test_who_hangs_in_a_broken_world(steps: int, seconds: float, is_ended: bool)
     assert state.exceeded_limit_s(1000.0) is None
 
 
+@pytest.mark.parametrize("trains_again", [False, True])
+def test_who_works_on_after_the_training_has_time_though_another_rank_fails(trains_again: bool) -> None:
+    """It may export for minutes, and needs no other rank for that; in a collective it would be found."""
+    state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
+    state.start_join(is_ready=True, is_spare=False)
+    state.receive({"t": "formed", "number": 1, "members": [state.member_id], "probes": {}, "has_set_up": False}, 0.0)
+    state.guard(state.world.members)
+    state.record_progress()
+    state.finish()
+    if trains_again:
+        state.begin_fit()
+    state.receive({"t": "broken", "number": 1, "reason": "b died", "rating": 3}, 10.0)
+    assert (state.exceeded_limit_s(100.0) is not None) == trains_again
+    assert state.awaited_since is not None
+
+
 def _main_place() -> tuple[str, int]:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return frame.f_code.co_name, frame.f_lasti
