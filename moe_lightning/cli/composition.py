@@ -291,6 +291,17 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
     check_group(config, "callbacks")
     check_group(config, "logger")
+    _check_resumes(config)
+
+
+def _check_resumes(config: Mapping[str, Any]) -> None:
+    """Refuse full checkpoints where the next command does not find them: it would start over and replace them."""
+    given, own = (config["callbacks"].get("checkpoint") or {}).get("dirpath"), Path(config["run_dir"], "checkpoints")
+    if given is not None and os.path.abspath(given) != os.path.abspath(own):
+        raise ConfigurationError(
+            f"callbacks.checkpoint.dirpath={given} is not {own}, where the same command looks for checkpoints to "
+            "resume: give hydra.run.dir=FOLDER to have the whole run elsewhere, and leave dirpath out"
+        )
 
 
 def _check_urls(node: Any, key: str = "") -> None:
