@@ -253,17 +253,19 @@ def _same(connection: Connection) -> socket.socket | None:
 
 
 def duplicate(descriptor: int) -> socket.socket | None:
-    """A second handle on a socket; None for numbers that are closed or stand for something else."""
+    """A second handle on a socket; None for numbers that are closed or stand for something else.
+
+    Files get no second handle: closing one drops all record locks that this process has on the file, as of SQLite.
+    """
     try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
         duplicate = os.dup(descriptor)
     except OSError:
         return None
-    if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-        os.close(duplicate)
-        return None
     try:
         return socket.socket(fileno=duplicate)
-    except OSError:
+    except OSError:  # the number was given to something else meanwhile
         os.close(duplicate)
         return None
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +131,17 @@ def test_files_and_pipes_do_not_matter(peers: Peers) -> None:
         each.close()
     os.close(reader)
     os.close(writer)
+
+
+def test_locks_of_files_stay(tmp_path: Path) -> None:
+    """The system drops a process's record locks on a file, as of SQLite, when it closes any descriptor of that."""
+    takes = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        with GroupAborter():
+            pass
+        taken = subprocess.run([sys.executable, "-c", takes, file.name], capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in taken.stderr
 
 
 def test_confirm_keeps_what_another_rank_also_names(peers: Peers) -> None:
