@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from moe_lightning.hub import TOKENIZER
 _LOCK = ".lock"
 _LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id")
 """What a command may leave that was killed before it trained, those of loggers included."""
+
+_SHARED_AFTER_S = 1.0
+"""The first command of several machines has the lock alone until it has written who may share it; on NFS each of these
+calls takes milliseconds."""
 
 _FILE = re.compile(r"step-(\d+)\.ckpt")
 
@@ -339,20 +344,24 @@ def _acquired(directory: RunDirectory, party: str | None) -> tuple[int, bool]:
 
 
 def _lock(descriptor: int, directory: RunDirectory, party: str | None) -> bool:
-    if _try(descriptor, fcntl.LOCK_EX):
-        own = {"pid": os.getpid(), "host": socket.gethostname(), "party": party}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(own).encode(), 0)
-        if party is not None:
-            _try(descriptor, fcntl.LOCK_SH)
-        return True
-    owner = _owner(descriptor)
-    if party is not None and owner.get("party") == party and _try(descriptor, fcntl.LOCK_SH):
-        return False
-    raise ConfigurationError(
-        f"{directory} is in use by process {owner.get('pid', '?')} on {owner.get('host', '?')}: wait for its end, or "
-        "give this run another name with run_name=... (and resume=CHECKPOINT to start from one of that run)"
-    )
+    deadline = time.monotonic() + _SHARED_AFTER_S
+    while not _try(descriptor, fcntl.LOCK_EX):
+        owner = _owner(descriptor)
+        if party is not None and owner.get("party") == party and _try(descriptor, fcntl.LOCK_SH):
+            return False
+        if party is None or time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"{directory} is in use by process {owner.get('pid', '?')} on {owner.get('host', '?')}: wait for its "
+                "end, or give this run another name with run_name=... (and resume=CHECKPOINT to start from one of "
+                "that run)"
+            )
+        time.sleep(0.1)
+    own = {"pid": os.getpid(), "host": socket.gethostname(), "party": party}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(own).encode(), 0)
+    if party is not None:
+        _try(descriptor, fcntl.LOCK_SH)
+    return True
 
 
 def _try(descriptor: int, kind: int) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -238,3 +240,27 @@ def test_machines_of_one_run_share_it(directory: RunDirectory) -> None:
     assert (host.said, others[0].said) == (True, False)
     assert "in use" in others[1].said
     assert "in use" in others[2].said
+
+
+def _share_late(path: Path, text: str, pipe: Connection) -> None:
+    with open(RunDirectory(path).lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        pipe.send(True)
+        pipe.recv()
+        time.sleep(0.2)
+        file.write(text)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_SH)
+        pipe.recv()
+
+
+def test_machines_that_start_together_wait_until_the_first_shares_it(directory: RunDirectory) -> None:
+    pipe, end = FORKS.Pipe()
+    process = fork(_share_late, directory.path, '{"party": "host:29400"}', end)
+    try:
+        pipe.recv()
+        pipe.send(None)
+        with locked(directory, "host:29400") as is_first:
+            assert not is_first
+    finally:
+        kill([process])
