@@ -28,8 +28,11 @@ from moe_lightning.files import open_regular, replace_text
 from moe_lightning.hub import TOKENIZER
 
 _LOCK = ".lock"
-_LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id")
-"""What a command may leave that was killed before it trained, those of loggers included."""
+DOCTOR = "doctor"
+"""Folder of the short run of doctor=true, in the directory of the run that it examines."""
+
+_LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id", DOCTOR)
+"""What a command may leave that was killed before it trained, those of loggers included, or only examined."""
 
 _SHARED_AFTER_S = 1.0
 """The first command of several machines has the lock alone until it has written who may share it; on NFS each of these
@@ -197,7 +200,8 @@ class RunDirectory:
             raise ConfigurationError(
                 f"{where}, but it contains no run of moe-train: give another run_name, or empty that folder"
             )
-        others = [path.name for path in self.path.iterdir() if path.is_dir() and RunDirectory(path).holds_run()]
+        folders = [path for path in self.path.iterdir() if path.is_dir() and path.name != DOCTOR]
+        others = [path.name for path in folders if RunDirectory(path).holds_run()]
         if others or Path.cwd().resolve().is_relative_to(self.path.resolve()):
             what = f"the run {min(others)}" if others else "the folder that this command was started in"
             raise ConfigurationError(f"{where} and with it {what}: give another run_name or hydra.run.dir")

@@ -53,7 +53,7 @@ from moe_lightning.cli.dial import check_dial, dial_line, with_dial
 from moe_lightning.cli.next_steps import next_steps
 from moe_lightning.cli.overrides import read_settings, refuse_option
 from moe_lightning.cli.resume import changes, check_changes, check_start, config_of, effect, goes_on, may_be_repeated
-from moe_lightning.cli.run_directory import RunDirectory, Traces, locked, remove_empty
+from moe_lightning.cli.run_directory import DOCTOR, RunDirectory, Traces, locked, remove_empty
 from moe_lightning.config import TARGET, PositiveInt, fits, shown
 from moe_lightning.cores import usable_cores
 from moe_lightning.elastic.membership import ElasticSettings
@@ -169,7 +169,6 @@ def objective_of(path: Path, name: str) -> float:
     return metrics[name]
 
 
-_FOLDER = "doctor"
 _CALLBACK = "parity_doctor"
 _LEFT_OUT = ("checkpoint", "partial_experts_checkpoint", "fault_recovery", "fault_injection", "dynamic_k")
 """Callbacks that write checkpoints, or need some: nothing goes on from this run."""
@@ -184,7 +183,7 @@ def examined(composed: DictConfig) -> None:
     if composed.get("task") != "train":
         raise ConfigurationError(f"doctor=true compares steps of training, and task={composed.task} has none: drop one")
     OmegaConf.set_struct(composed, False)
-    composed.run_dir = f"{composed.run_dir}/{_FOLDER}"
+    composed.run_dir = f"{composed.run_dir}/{DOCTOR}"
     composed.resume, composed.elastic.enabled, composed.logger = False, False, {}
     composed.trainer.limit_val_batches, composed.objective = 0, None
     given = composed.callbacks.get(_CALLBACK) or {}

@@ -89,6 +89,14 @@ def test_a_folder_of_several_runs_is_not_moved(tmp_path: Path) -> None:
     assert outputs.config.is_file()
 
 
+def test_a_run_that_the_doctor_has_examined_is_moved(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    _trained(run.path / "doctor", "of the doctor")
+    assert not run.check_movable(), "it has not trained"
+    _trained(run.path, "its own")
+    assert run.check_movable()
+
+
 @pytest.mark.parametrize("below", ["", "data"])
 def test_the_folder_one_stands_in_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str) -> None:
     directory = _trained(tmp_path / "run", "here")
