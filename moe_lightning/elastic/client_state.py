@@ -166,14 +166,14 @@ class ClientState:
     @property
     def has_no_state(self) -> bool:
         """True while this process waits to join and no other needs its state."""
-        return self.world is None or self._join.is_spare
+        return self.guarded is None or self._join.is_spare  # also if it has withdrawn from a first world
 
     @property
     def _waits_for_a_step(self) -> bool:
         """True if this process is outside of a world that trains, and so waits as long as that needs to its next step,
         perhaps through a validation.
         """
-        return self._join.is_spare or (self._join.is_ready and not self._is_inside())
+        return self._join.is_spare or (self._join.is_ready and (self.guarded is None or not self._is_inside()))
 
     def check_wait(self, started: float, now: float) -> None:
         """Raise if a join that started then has been waiting for too long.

@@ -185,6 +185,7 @@ def test_a_process_ends_where_the_others_have_finished_without_it() -> None:
     state.receive({"t": "finished", "finished": 3}, 0.0)
     assert state.is_unneeded()
     state.receive(formed(state, 5, PEERS), 0.0)
+    state.guard(state.world.members)
     assert not state.is_unneeded(), "it is in a world, and may hold state"
     state.receive({"t": "spare"}, 0.0)
     assert state.is_unneeded()
@@ -266,9 +267,23 @@ def test_a_process_that_has_set_up_waits_through_a_long_validation_of_the_others
     state.start_join(is_ready=True, is_spare=False)
     state.check_wait(0.0, 1e6)
     state.receive(formed(state, 5, PEERS), 0.0)
+    state.guard(state.world.members)
     state.start_join(is_ready=True, is_spare=False)
     with pytest.raises(WorldTooSmall, match="no world within 60 s"):
         state.check_wait(0.0, 60.1)
+
+
+def test_who_has_withdrawn_from_a_world_that_trains_waits_as_one_outside_of_it() -> None:
+    state = client()
+    state.receive({"t": "state", "finished": 0, "exists": False}, 0.0)
+    state.start_join(is_ready=False, is_spare=False)
+    state.receive(formed(state, 5, PEERS) | {"has_set_up": True}, 0.0)
+    assert state.withdraw_if_early(0.0)
+    state.start_join(is_ready=True, is_spare=False)
+    state.check_wait(0.0, 1e6)
+    assert state.has_no_state, "it may leave on a notice"
+    state.receive({"t": "finished", "finished": 5}, 0.0)
+    assert state.is_unneeded()
 
 
 def test_newcomers_of_one_moment_join_together() -> None:
