@@ -465,10 +465,11 @@ def _run_hydra(arguments: Sequence[str]) -> list[tuple[Path, str]]:
     def job(composed: DictConfig) -> float | None:
         runtime = HydraConfig.get().runtime
         try:
-            jobs.append((Path(runtime.cwd, str(composed.run_dir)), str(composed.task)))
             # Under hydra.job.chdir=true relative paths are those of the command all the same.
             with chdir(runtime.cwd), _own_wandb_run():
-                return run_job(composed)
+                objective = run_job(composed)
+            jobs.append((Path(runtime.cwd, str(composed.run_dir)), str(composed.task)))  # of the doctor, if it ran
+            return objective
         except Exception as error:
             failures.append(error)
             remove_empty(Path(runtime.output_dir))  # Hydra made it before anything was checked

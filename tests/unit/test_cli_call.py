@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 import moe_lightning
 from moe_lightning import ConfigurationError
 from moe_lightning.cli.call import overrides
+from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.train import main
 from tests.documented import ROOT
 from tests.programs import exit_code
@@ -86,6 +87,16 @@ def test_a_run_returns_its_directory_and_metrics(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigurationError, match="max_stepz"):
         moe_lightning.train("quickstart", trainer={"max_stepz": 3})
     assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_the_doctor_returns_the_directory_of_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moe_lightning.cli.train._launch", lambda *of_run, external: None)
+    examined = RunDirectory(tmp_path / "outputs" / "mine")
+    examined.create()
+    examined.write_metrics("train", {"val/loss": 1.0})
+    run = moe_lightning.train("quickstart", run_name="mine", doctor=True, **TINY)
+    assert (run.directory, run.metrics) == (examined.path / "doctor", {})
 
 
 def test_every_job_of_a_multirun_has_a_wandb_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
