@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from moe_lightning.cli.composition import with_home
 from moe_lightning.cli.train import run_command
 from moe_lightning.errors import ConfigurationError
 
@@ -79,7 +80,7 @@ def _literal(value: Any, key: str) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | PathLike):
-        text = fspath(value)
+        text = with_home(key, fspath(value))
         return text if _PLAIN.fullmatch(text) else QuotedString(text, Quote.single).with_quotes()
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{_literal(one, key)}" for name, one in value.items()) + "}"

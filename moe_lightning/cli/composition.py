@@ -362,15 +362,20 @@ def as_folder_name(text: str) -> str:
     return f"{name[: _LONGEST_NAME - 9]}-{zlib.crc32(text.encode()):08x}"
 
 
+def with_home(key: str, value: str) -> str:
+    """A value with the home folder for its tilde, which most shells leave as it is behind `=`. Data and models find it
+    themselves, since a resume compares their paths as they were given.
+    """
+    key = key.lstrip("+")
+    return value if key == "run_name" or key.startswith(("data.", "model.")) else os.path.expanduser(value)
+
+
 def with_quotes(override: str) -> str:
     """An override whose value itself reads name=value,..., or begins with a tilde: the shell took its quotes away, and
-    Hydra reads no such value without them. Behind `=` most shells leave the tilde as it is; data and models find the
-    home folder themselves, since a resume compares their paths as they were given.
+    Hydra reads no such value without them.
     """
     if match := _HOME.fullmatch(override):
-        key = match[1].lstrip("+")
-        is_kept = key == "run_name" or key.startswith(("data.", "model."))
-        return f'{match[1]}="{match[2] if is_kept else os.path.expanduser(match[2])}"'
+        return f'{match[1]}="{with_home(match[1], match[2])}"'
     match = _NAMED_VALUES.fullmatch(override)
     return f'{match[1]}="{match[2]}"' if match else override
 

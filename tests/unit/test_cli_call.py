@@ -69,6 +69,7 @@ def test_values_come_through_the_grammar(value: Any) -> None:
 def test_dictionaries_are_keys_and_objects_are_refused() -> None:
     words = list(overrides({"strategy": {"mesh.tp": 2, "mesh": {"cp": 1}}, "ranks": 2, "path": Path("/a")}))
     assert words == ["strategy.mesh.tp=2", "strategy.mesh.cp=1", "ranks=2", "path='/a'"]
+    assert list(overrides({"resume": "~/x"})) == list(overrides({"resume": Path.home() / "x"})), "as the command does"
     with pytest.raises(ConfigurationError, match="model is of type object, which no configuration holds"):
         list(overrides({"model": object()}))
 
