@@ -587,7 +587,7 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
     """Return True if a validation follows the last batch, not one that is due by time, for which the clocks of ranks
     differ. No public property says it.
     """
-    return not _validates_by_time(trainer) and trainer.fit_loop.epoch_loop._should_check_val_fx(_fetcher(trainer))
+    return not validates_by_time(trainer) and trainer.fit_loop.epoch_loop._should_check_val_fx(_fetcher(trainer))
 
 
 def agree_on_validations(trainer: pl.Trainer, agreed: Callable[[bool], bool]) -> None:
@@ -597,13 +597,14 @@ def agree_on_validations(trainer: pl.Trainer, agreed: Callable[[bool], bool]) ->
     Args:
         agreed: turns the decisions of the ranks into one; collective, after every batch.
     """
-    if _validates_by_time(trainer):
+    if validates_by_time(trainer):
         loop = trainer.fit_loop.epoch_loop
         decide = partial(type(loop)._should_check_val_fx, loop)
         _replace(loop, "_should_check_val_fx", lambda data_fetcher: agreed(decide(data_fetcher)))
 
 
-def _validates_by_time(trainer: pl.Trainer) -> bool:
+def validates_by_time(trainer: pl.Trainer) -> bool:
+    """True if clocks decide when a validation is due. No public property says it."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 

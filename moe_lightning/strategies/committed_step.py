@@ -45,6 +45,8 @@ class FitProgress:
             has not begun yet.
         epoch_is_over: the step is the last one of an epoch, or its end has begun, and the next one has not begun yet.
         decisions: `private_lightning.decisions` before that validation or end, until the next step; None before.
+        decisions_within: the same before a validation that Lightning itself repeats as it goes on from here, within the
+            next step or resumed in its middle; None before.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
         went_back: the run has gone back to this step, and made no other since.
         is_adopted: True if this rank, or one that it has finished the step with, has it from another rank or a
@@ -61,9 +63,16 @@ class FitProgress:
     validation_is_due: bool = False
     epoch_is_over: bool = False
     decisions: dict[str, Any] | None = None
+    decisions_within: dict[str, Any] | None = None
     is_saved: bool = False
     went_back: bool = False
     is_adopted: bool = False
+
+    @property
+    def is_in_a_batch(self) -> bool:
+        """True in the end of a batch, as after each step, which a validation and the end of the epoch may follow."""
+        batches = self.loops["epoch_loop.batch_progress"]["current"]
+        return bool(batches["completed"] < batches["processed"])
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
@@ -162,7 +171,7 @@ class FitProgress:
 
     def _with_dues(self, trainer: pl.Trainer) -> FitProgress:
         """Return the progress with what was due when the checkpoint was saved, to which the trainer is restored."""
-        if not _is_in_a_batch(trainer):  # saved at the end of training
+        if not self.is_in_a_batch:  # saved at the end of training
             return replace(self, is_saved=False)
         is_due = private_lightning.is_validation_due(trainer)
         is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -175,12 +184,6 @@ class FitProgress:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-
-
-def _is_in_a_batch(trainer: pl.Trainer) -> bool:
-    """True if the fit loop is in the end of a batch, as after each step, which the end of the epoch may follow."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(batches.current.completed < batches.current.processed)
 
 
 def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
@@ -419,9 +422,17 @@ class CommittedStep:
         return True
 
     def begin_validation(self) -> None:
-        """Keep the decisions of callbacks before a validation that is repeated after a fault."""
-        if self.progress is not None and self.progress.validation_is_due:
+        """Keep the decisions of callbacks before a validation that is repeated after a fault. One after a step is due
+        from now on at the latest: a callback after FaultRecovery may have asked for it by a stop.
+        """
+        trainer, progress = self._state.trainer, self.progress
+        if progress is None or private_lightning.validates_by_time(trainer):
+            return
+        if progress.is_in_a_batch and not private_lightning.is_step_open(trainer):
+            self.progress = replace(progress, validation_is_due=True)
             self._keep_decisions()
+        elif progress.decisions_within is None:
+            self.progress = replace(progress, decisions_within=private_lightning.decisions(trainer))
 
     def end_validation(self) -> None:
         """Note that all hooks of the validation after the last step have ended."""
@@ -519,11 +530,12 @@ class CommittedStep:
         progress, trainer = self.progress, self._state.trainer
         assert progress is not None, "it was restored"
         is_due = progress.validation_is_due or progress.epoch_is_over
-        if is_due and progress.decisions is not None:
-            private_lightning.take_back_decisions(trainer, progress.decisions)
+        decisions = progress.decisions if is_due else progress.decisions_within
+        if decisions is not None:
+            private_lightning.take_back_decisions(trainer, decisions)
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
-        if _is_in_a_batch(trainer) and (progress.epoch_is_over or trainer.fit_loop.done):
+        if progress.is_in_a_batch and (progress.epoch_is_over or trainer.fit_loop.done):
             private_lightning.end_epoch(trainer, drop_logged=some_adopted)
         else:
             self.end_validation()

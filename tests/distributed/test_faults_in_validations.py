@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
@@ -30,11 +30,15 @@ class Plan(NamedTuple):
         options: of the Trainer.
         patience: of EarlyStopping.
         stops_at: step at whose end a callback stops training.
+        is_late: that callback comes after all others.
+        resumes_from: a checkpoint.
     """
 
     options: dict[str, Any]
     patience: int = 99
-    stops_at: int = 0
+    stops_at: int = -1
+    is_late: bool = False
+    resumes_from: str | None = None
 
 
 class Decided(NamedTuple):
@@ -42,7 +46,7 @@ class Decided(NamedTuple):
 
     Attributes:
         num_waits: validations or ends of epochs without improvement that EarlyStopping has counted.
-        best: step of the best checkpoint, which is there.
+        best: step of the best checkpoint, which is there; 0: none was saved.
         last: name of the last checkpoint.
         ended: steps whose validations have ended, in a hook after FaultRecovery's.
         epochs: batches in the averages of each epoch, by the step at which it has ended.
@@ -70,6 +74,10 @@ class Module(GPTModule):
         self.log("left", -float(self.trainer.global_step))
         self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
         return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("left", -float(self.trainer.global_step))
+        return super().validation_step(batch, batch_idx)
 
 
 class Stopping(EarlyStopping):
@@ -109,7 +117,9 @@ class Saver(ModelCheckpoint):
 
 
 class Counting(pl.Callback):
-    """Counts validations and epochs; loses a rank once in the second validation or at the end of the last epoch."""
+    """Counts validations and epochs; loses a rank once: in the first or second validation, in the batch after the
+    second, or at the end of the last epoch.
+    """
 
     def __init__(self, fault: str, final: int) -> None:
         self._fault, self._final = fault, final
@@ -120,7 +130,12 @@ class Counting(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.ended.append(trainer.global_step)
         self.loops = copy.deepcopy(trainer.fit_loop.state_dict())
-        if self._fault == "hook" and len(self.ended) == 2:
+        if len(self.ended) == {"first": 1, "hook": 2}.get(self._fault):
+            lose(trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._fault == "batch" and len(self.ended) == 2:
+            self._fault = ""
             lose(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -128,6 +143,11 @@ class Counting(pl.Callback):
             self._fault = ""
             lose(trainer)
         self.epochs[trainer.global_step] = int(trainer.callback_metrics["batches"])
+
+
+def inputs() -> tuple[pl.LightningModule, DataLoader[Any], DataLoader[Any]]:
+    train, validation = (DataLoader(RandomTokens(size), batch_size=12) for size in (12 * EPOCH, 12))
+    return Module(TINY, OptimizerConfig(lr=3e-2, warmup_steps=2)), train, validation
 
 
 def decide(rank: int, world_size: int, faults: list[str], plan: Plan, final: int) -> list[Decided]:
@@ -140,14 +160,16 @@ def decide(rank: int, world_size: int, faults: list[str], plan: Plan, final: int
         take_part(f"planned {index}", ((0,), (0,)), 0, folder / "store")
         stopping = Stopping("val/loss", min_delta=1e6, patience=plan.patience)
         counting, saver = Counting(fault, final), Saver(fault, final)
-        callbacks = [Timer(plan.stops_at), stopping, FaultRecovery(), counting, saver]
+        callbacks = [stopping, FaultRecovery(), counting, saver]
+        callbacks.insert(len(callbacks) * plan.is_late, Timer(plan.stops_at))
         options = {"enable_checkpointing": True, "max_epochs": 2, **plan.options}
         trainer = make_trainer(rank, world_size, callbacks=callbacks, **options)
-        loaders = [DataLoader(RandomTokens(size), batch_size=12) for size in (12 * EPOCH, 12)]
-        trainer.fit(Module(TINY, OptimizerConfig(lr=3e-2, warmup_steps=2)), *loaders)
-        assert Path(saver.best_model_path).is_file()
-        assert list(saver.best_k_models) == [saver.best_model_path]
-        best = int(Path(saver.best_model_path).stem.removeprefix("step=").partition("-")[0])
+        trainer.fit(*inputs(), ckpt_path=plan.resumes_from)
+        best = 0
+        if saver.best_model_path:
+            assert Path(saver.best_model_path).is_file()
+            best = int(Path(saver.best_model_path).stem.removeprefix("step=").partition("-")[0])
+        assert list(saver.best_k_models) == [saver.best_model_path] * bool(best)
         last = Path(saver.last_model_path).name
         found.append(Decided(stopping.wait_count, best, last, counting.ended, counting.epochs, counting.loops))
         os.chdir(folder.parent)
@@ -179,14 +201,46 @@ STOP = EPOCH + 2
 STOPS = {
     "max_steps": Plan({"max_steps": STOP}),
     "callback": Plan({}, stops_at=STOP),
+    "last callback": Plan({"val_check_interval": 0.75}, stops_at=STOP, is_late=True),
     "validation": Plan({"val_check_interval": 0.5}, patience=2),
 }
 
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_an_end_within_an_epoch_is_repeated(stop: str) -> None:
-    (found,) = run_ranks(1, decide, ["", "before", "epoch"], STOPS[stop], STOP)
+    (found,) = run_ranks(1, decide, ["", "hook", "before", "epoch"], STOPS[stop], STOP)
     calm, *others = found
     assert (calm.best, calm.epochs) == (STOP, {EPOCH: EPOCH, STOP: STOP - EPOCH})
     for other in others:
         assert other._replace(ended=sorted({*other.ended})) == calm
+
+
+@pytest.mark.parametrize("fault", ["hook", "batch"])
+def test_a_validation_within_a_step_is_repeated_with_its_batches(fault: str) -> None:
+    plan = Plan({"val_check_interval": 3, "accumulate_grad_batches": 2})
+    ((calm, found),) = run_ranks(1, decide, ["", fault], plan, 0)
+    assert (calm.num_waits, calm.ended) == (1, [1, 3])
+    assert found._replace(ended=sorted({*found.ended}), epochs=calm.epochs) == calm
+
+
+class Breaking(pl.Callback):
+    """Breaks in the first validation."""
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step:
+            raise KeyError("of the user")
+
+
+def break_off(rank: int, world_size: int, folder: str) -> None:
+    callbacks = [Stopping("val/loss"), Breaking(), OnExceptionCheckpoint(folder, "middle")]
+    trainer = make_trainer(rank, world_size, callbacks=callbacks, enable_checkpointing=True, val_check_interval=0.5)
+    with pytest.raises(KeyError):
+        trainer.fit(*inputs())
+
+
+def test_a_validation_in_whose_middle_a_run_resumes_is_repeated(tmp_path: Path) -> None:
+    run_ranks(1, break_off, str(tmp_path))
+    plan = Plan({"val_check_interval": 0.5}, resumes_from=str(tmp_path / "middle.ckpt"))
+    ((calm, found),) = run_ranks(1, decide, ["", "first"], plan, 0)
+    assert (calm.num_waits, calm.ended) == (3, [2, 4, 6, 8])
+    assert found._replace(ended=sorted({*found.ended})) == calm

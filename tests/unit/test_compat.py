@@ -456,7 +456,6 @@ def test_every_private_name_of_the_compatibility_layer_has_a_canary() -> None:
         "_savers",
         "_take_back",
         "_undo_group",
-        "_validates_by_time",
     }
     of_the_files |= {"_literal", "_plain", "_saved", "_text", "_without_interpolations"}
     assert {name for file in COMPAT for _, name in private_names(file)} - known == of_the_files
