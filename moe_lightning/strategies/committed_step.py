@@ -513,7 +513,8 @@ class CommittedStep:
         The last two are repeated whole if the fault came before the next batch or epoch, because hooks that have ended
         here may have failed on another rank. Callbacks that stop or save by what is monitored go back to their states
         before them: they count no such validation twice, and save what they had only noted. A stop ends the epoch at
-        any batch, also one that the validation decides.
+        any batch, also one that the validation decides. Each further change of members before the next epoch repeats
+        both once more, such as each rank that joins while too few wait there: slow, but nothing is counted twice.
 
         Values that were logged in the epoch are dropped where they are of steps that are lost, or of some ranks only,
         which cannot reduce them together.
