@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import imports, move_data_to_device
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _Stateful as StatefulLoader
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -769,6 +770,21 @@ def take_back_decisions(trainer: pl.Trainer, known: dict[str, Any]) -> None:
     for decider in _deciders(trainer):
         if decider.state_key in known["callbacks"]:  # else it was appended since
             _take_back(decider, known["callbacks"][decider.state_key])
+
+
+def forget_deleted(trainer: pl.Trainer, share: Callable[[list[str]], list[str]]) -> None:
+    """Let ModelCheckpoints that went back to earlier decisions rank no file that a later one has deleted: they then
+    save again, instead of keeping its name as that of the best one. No public method does so.
+
+    Args:
+        share: returns the value of rank 0; collective.
+    """
+    ranked = [saver.best_k_models for saver in _deciders(trainer) if isinstance(saver, ModelCheckpoint)]
+    paths = [path for files in ranked for path in files] if trainer.is_global_zero else []
+    deleted = share([path for path in paths if not get_filesystem(path).exists(path)])
+    for files in ranked:
+        for path in deleted:
+            files.pop(path, None)
 
 
 def _decision(decider: EarlyStopping | ModelCheckpoint) -> dict[str, Any]:

@@ -534,6 +534,8 @@ class CommittedStep:
         decisions = progress.decisions if is_due else progress.decisions_within
         if decisions is not None:
             private_lightning.take_back_decisions(trainer, decisions)
+        if is_due:
+            private_lightning.forget_deleted(trainer, lambda deleted: broadcast_object(deleted, 0, world))
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
         if progress.is_in_a_batch and (progress.epoch_is_over or trainer.fit_loop.done):

@@ -68,7 +68,13 @@ def lose(trainer: pl.Trainer) -> None:
 
 
 class Module(GPTModule):
-    """Logs a value that each step improves, and a sum over the epoch."""
+    """Logs a value that each step improves, and a sum over the epoch.
+
+    Attributes:
+        is_worse: validations find a value that is worse than any before.
+    """
+
+    is_worse = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("left", -float(self.trainer.global_step))
@@ -76,7 +82,7 @@ class Module(GPTModule):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("left", -float(self.trainer.global_step))
+        self.log("left", 1e3 * self.is_worse - float(self.trainer.global_step))
         return super().validation_step(batch, batch_idx)
 
 
@@ -98,8 +104,8 @@ class Timer(pl.Callback):
 
 
 class Saver(ModelCheckpoint):
-    """Saves the best checkpoint and the last one, and loses a rank once: before its last save, or after its first one
-    of the last checkpoint.
+    """Saves the best checkpoint and the last one, and loses a rank once: before its last save, after its first one
+    of the last checkpoint, or as it has deleted a former best one, after which validations become worse.
     """
 
     def __init__(self, fault: str, final: int) -> None:
@@ -113,6 +119,12 @@ class Saver(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
         if self._fault == "after" and Path(filepath).stem == "last":
             self._fault = ""
+            lose(trainer)
+
+    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        super()._remove_checkpoint(trainer, filepath)
+        if self._fault == "deleted":
+            self._fault, trainer.lightning_module.is_worse = "", True  # type: ignore[assignment]
             lose(trainer)
 
 
@@ -213,6 +225,11 @@ def test_an_end_within_an_epoch_is_repeated(stop: str) -> None:
     assert (calm.best, calm.epochs) == (STOP, {EPOCH: EPOCH, STOP: STOP - EPOCH})
     for other in others:
         assert other._replace(ended=sorted({*other.ended})) == calm
+
+
+def test_a_file_that_was_deleted_is_not_the_best_of_a_repeat() -> None:
+    (((found,)),) = run_ranks(1, decide, ["deleted"], Plan({"val_check_interval": 0.5}), 0)
+    assert (found.best, found.ended) == (8, [2, 4, 4, 6, 8])
 
 
 @pytest.mark.parametrize("fault", ["hook", "batch"])
