@@ -97,11 +97,12 @@ def advise(settings: Sequence[str], *, cluster: str | None, out: str | None, con
     folder = Path(config_dir, "recipes") if config_dir else Path(_FOLDER)
     machine = _this_machine(config) if cluster is None else _cluster(cluster)
     run, notes = _run_on(config, machine)
-    advice, run = _advice(run, machine)
+    given = _given(config, settings)
+    advice, run = _advice(run, machine, given)
     target = recipe_file(Path(out or folder / f"{base}_advised.yaml"), "--out ")
     if config_dir and (Path(config_dir) / "recipes" / f"{base}.yaml").is_file() and target.parent != folder:
         raise ConfigurationError(f"--out {target} must be in {folder}, beside the recipe {base} that it begins with")
-    for line in _lines(advice, run, machine, base, notes):
+    for line in _lines(advice, run, machine, base, notes, given):
         print(line)
     target.write_text(_recipe(advice, run, machine, config, settings, target))
     print(f"\nrecipe       {target}\nstart        {launch_command(target)}")
@@ -217,16 +218,39 @@ def _run_on(config: Mapping[str, Any], machine: Machine) -> tuple[PlannedRun, li
     return run, []
 
 
-def _advice(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
+_POLICY = {
+    "strategy.slots": "slots",
+    "callbacks.partial_experts_checkpoint.every_n_steps": "interval_steps",
+    "callbacks.partial_experts_checkpoint.k_snapshot": "k_snapshot",
+    "callbacks.partial_experts_checkpoint.k_persist": "k_persist",
+    "callbacks.partial_experts_checkpoint.lossless": "lossless",
+    "callbacks.dynamic_k.threshold": "plt_threshold",
+    "callbacks.load_balancer.rebalance_every": "rebalance_every",
+    "callbacks.load_balancer.min_replicas": "min_replicas",
+    "callbacks.fault_recovery.min_replicas": "min_replicas",
+    "callbacks.fault_recovery.protection": "protection",
+}
+"""Settings that the planner chooses otherwise, and their names in its policy."""
+
+
+def _given(config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """The parts of the policy that the command line gives, and slots, which a recipe may give too."""
+    keys = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(settings))}
+    composed = OmegaConf.create(dict(config))
+    found = {name: OmegaConf.select(composed, key) for key, name in _POLICY.items() if key in {*keys, "strategy.slots"}}
+    return {name: value for name, value in found.items() if value not in (None, "auto")}
+
+
+def _advice(run: PlannedRun, machine: Machine, given: Mapping[str, Any]) -> tuple[Advice, PlannedRun]:
     """The planner's advice, and the run with it; recomputation only where nothing fits without."""
     try:
-        return _planned(run, machine)
+        return _planned(run, machine, given)
     except ConfigurationError:
         again = replace(run, training=replace(run.training, recomputes=True))
         if run.model.is_pretrained:
             again = replace(run, mesh=replace(run.mesh, recompute=True))
         try:
-            return _planned(again, machine)
+            return _planned(again, machine, given)
         except ConfigurationError:
             refusal = memory_refusal(run, ROOM * machine.hardware.memory_bytes)
             if refusal is None:
@@ -234,10 +258,10 @@ def _advice(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
             raise ConfigurationError(refusal.partition("; check_memory")[0]) from None
 
 
-def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
+def _planned(run: PlannedRun, machine: Machine, given: Mapping[str, Any]) -> tuple[Advice, PlannedRun]:
     workload, nodes = run.workload, machine.num_nodes
     routing = make_routing("zipf", num_experts=workload.num_experts, num_layers=workload.num_layers)
-    ours = policy("ours", slots=run.slots)
+    ours = policy("ours", **given)
     own_mesh = replace(run.mesh, micro_batches=None)  # what of it the user has left open is searched later
     cost = StepModel(workload, machine.hardware, ours, routing, nodes, own_mesh).cost(nodes, 0, 0)
     period_s = 3600 * _MTBF_HOURS / nodes
@@ -252,31 +276,46 @@ def _planned(run: PlannedRun, machine: Machine) -> tuple[Advice, PlannedRun]:
         duration_s=duration_s,
         mesh=run.mesh,
     )
-    given = {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp") if getattr(run.mesh, name) > 1}
-    given |= {"chunks": run.mesh.chunks, "recompute": run.mesh.recompute}
+    mesh = {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp") if getattr(run.mesh, name) > 1}
+    mesh |= {"chunks": run.mesh.chunks, "recompute": run.mesh.recompute}
     if run.mesh.dense != "ddp":
-        given["dense"] = run.mesh.dense
+        mesh["dense"] = run.mesh.dense
     elif run.training.optimizer != "adamw":
-        given |= {"dense": "zero1", "tp": 1}  # whole matrices
+        mesh |= {"dense": "zero1", "tp": 1}  # whole matrices
     if run.model.is_pretrained:
-        given |= {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp")}
+        mesh |= {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp")}
     # The interval is that of the assumed failures, of which a short simulation has none.
     interval = cheapest_interval(workload, machine.hardware, ours, machine.num_ranks, cost, faults_per_s=1 / period_s)
-    fixed: dict[str, Any] = {"interval_steps": interval} | ({} if run.slots is None else {"slots": run.slots})
+    fixed = {"interval_steps": interval, **given}
     scenario = replace(scenario, policy=replace(ours, **fixed))
-    advice = recommend(scenario, fixed=fixed, fixed_mesh=given)
+    advice = recommend(scenario, fixed=fixed, fixed_mesh=mesh)
     return advice, replace(run, mesh=advice.scenario.mesh, slots=advice.policy.slots)
 
 
 # ---------------------------------------------------------------- words
 
 
-def _lines(advice: Advice, run: PlannedRun, machine: Machine, base: str, notes: Sequence[str]) -> Iterator[str]:
+_ROWS = {
+    "slots": "slots",
+    "replicas": "min_replicas",
+    "protection": "protection",
+    "rebalance": "rebalance_every",
+    "checkpoint": "interval_steps",
+    "K_snapshot": "k_snapshot",
+    "K_persist": "k_persist",
+}
+"""Rows of parts of the policy."""
+
+
+def _lines(
+    advice: Advice, run: PlannedRun, machine: Machine, base: str, notes: Sequence[str], given: Mapping[str, Any]
+) -> Iterator[str]:
     """The lines of the advice, at most 80 columns wide."""
     yield f"advice for {base} on {machine.words}"
     yield ""
     for name, value, reason in _rows(advice, run, machine, notes):
-        text = f"{name:<{_NAME}}{value:<{_VALUE - 1}} {reason}"
+        why = "as given" if _ROWS.get(name) in given else reason
+        text = f"{name:<{_NAME}}{value:<{_VALUE - 1}} {why}"
         yield from textwrap.wrap(text, _WIDTH, subsequent_indent=" " * (_NAME + _VALUE)) or [""]
 
 
@@ -421,7 +460,8 @@ def _recipe(
     added["data"] = {"global_batch_size": run.global_batch}
     if machine.num_nodes > 1:
         added["elastic"] = {"num_nodes": machine.num_nodes}
-    merged = OmegaConf.merge(body, OmegaConf.create(added))
+    given = {"callbacks": body.callbacks} if "callbacks" in body else {}
+    merged = OmegaConf.merge(body, OmegaConf.create(added), given)
     memory = format_bytes(run.memory().total)
     head = (
         f"{HEAD}moe-train --advise: {base} on {machine.words}, {memory} a rank predicted.\n#\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,24 @@ def test_the_dial_and_callbacks_stay(capsys: pytest.CaptureFixture[str]) -> None
     assert (config["model"]["num_layers"], config["model"]["d_model"], config["ranks"]) == (2, 128, 1)
     assert config["optimizer"]["name"] == "muon"
     assert {"recompute_dense", "fault_recovery", "partial_experts_checkpoint"} <= set(config["callbacks"])
+
+
+def test_settings_of_the_command_line_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, dict[str, Any]] = {
+        "fault_recovery": {"min_replicas": 1, "failures": 2},
+        "load_balancer": {"rebalance_every": 70},
+        "partial_experts_checkpoint": {"every_n_steps": 10, "k_snapshot": 3},
+        "dynamic_k": {"threshold": 0.02},
+    }
+    words = [f"callbacks.{name}.{key}={value}" for name, node in given.items() for key, value in node.items()]
+    out = _advice(capsys, "--cluster", "2x8xH100", "callbacks=[fault_recovery,load_balancer]", *words)
+    rows = {line.split()[0]: re.split("  +", line)[1:] for line in out.splitlines() if line[:1].strip()}
+    assert rows["replicas"] == ["1", "as given"]
+    assert rows["rebalance"] == ["every 70", "as given"]
+    assert rows["checkpoint"] == ["every 10", "as given"]
+    assert rows["K_snapshot"] == ["3 of 8", "as given"]
+    callbacks = _composed(Path("outputs/advice"), "quickstart_advised")["callbacks"]
+    assert {name: {key: callbacks[name][key] for key in node} for name, node in given.items()} == given
 
 
 @pytest.mark.parametrize("pp", [1, 2])
