@@ -39,7 +39,7 @@ class FitProgress:
         loaders: positions of the training loaders.
         lr_schedulers: their state_dicts.
         lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
-        rates: learning rates of each optimizer's groups, before the end of an epoch.
+        rates: learning rates of each optimizer's groups, before plateaus lower them.
         precision: state of the precision plugin: the scale of the loss under float16.
         validation_is_due: a validation follows this step, which no recovery has repeated, and the next batch or epoch
             has not begun yet.
@@ -154,7 +154,10 @@ class FitProgress:
         ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
-        if self.epoch_is_over:  # its end, at which plateaus lower rates, may have come on this rank, and is repeated
+        counts_steps = any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs)
+        if ended is None and (
+            self.epoch_is_over or counts_steps
+        ):  # plateaus may have lowered them since, on some ranks
             self._restore_rates(trainer)
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)

@@ -1,4 +1,4 @@
-"""Faults in the hooks of a validation and of the end of an epoch: callbacks decide as in a calm run."""
+"""Faults around validations, ends of epochs and plateaus: callbacks and rates go on as in a calm run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
@@ -84,6 +85,33 @@ class Module(GPTModule):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("left", 1e3 * self.is_worse - float(self.trainer.global_step))
         return super().validation_step(batch, batch_idx)
+
+
+class OnPlateau(Module):
+    """Halves the rate after two steps without improvement, of which there is none; loses a rank once after that.
+
+    Attributes:
+        rates: of each batch.
+    """
+
+    def __init__(self, fault: bool) -> None:
+        super().__init__(TINY)
+        self._fault = fault
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "left", "interval": "step"},
+        }
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        if self._fault and self.rates[-1] < 1:
+            self._fault = False
+            lose(self.trainer)
 
 
 class Stopping(EarlyStopping):
@@ -261,3 +289,21 @@ def test_a_validation_in_whose_middle_a_run_resumes_is_repeated(tmp_path: Path) 
     ((calm, found),) = run_ranks(1, decide, ["", "first"], plan, 0)
     assert (calm.num_waits, calm.ended) == (3, [2, 4, 6, 8])
     assert found._replace(ended=sorted({*found.ended})) == calm
+
+
+def plateaus(rank: int, world_size: int, faults: list[bool]) -> list[list[float]]:
+    found = []
+    for index, fault in enumerate(faults):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        take_part(f"planned {index}", ((0,), (0,)), 0, Path(f"store {index}").resolve())
+        module = OnPlateau(fault)
+        make_trainer(rank, world_size, callbacks=[FaultRecovery()], max_epochs=2).fit(module, inputs()[1])
+        found.append(module.rates)
+    return found
+
+
+def test_a_rate_that_a_plateau_of_steps_has_lowered_is_not_lowered_twice() -> None:
+    ((calm, found),) = run_ranks(1, plateaus, [False, True])
+    assert calm == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
+    assert found == [1.0, 1.0, 1.0, 0.5, 1.0, 0.5, 0.5, 0.25, 0.25]  # the update of the third step is left out
