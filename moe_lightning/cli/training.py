@@ -374,6 +374,7 @@ def train(config: Mapping[str, Any]) -> None:
 
 
 def _train(run: Run, config: Mapping[str, Any]) -> None:
+    failure: Exception | None = None
     try:
         checkpoint = agreed_checkpoint(run, config)
         if config["task"] == "train":
@@ -394,9 +395,12 @@ def _train(run: Run, config: Mapping[str, Any]) -> None:
         if run.trainer.received_sigterm or run.trainer.interrupted:
             raise Interrupted(signal.SIGTERM if run.trainer.received_sigterm else signal.SIGINT) from None
         raise
+    except Exception as error:
+        failure = error
+        raise
     finally:
         if isinstance(run.trainer.strategy, ExpertParallelStrategy):
-            run.trainer.strategy.elastic.close()
+            run.trainer.strategy.elastic.close(failure)
 
 
 @contextmanager

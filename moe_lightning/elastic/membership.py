@@ -158,8 +158,8 @@ class Membership(Protocol):
     def listen(self) -> None:
         """Begin a training: receive notices from now on."""
 
-    def close(self) -> None:
-        """Leave for good."""
+    def close(self, failure: str | None = None) -> None:
+        """Leave for good: in order, or because of a failure of this process, which the others recover from."""
 
 
 class MembershipFactory(Protocol):

@@ -482,9 +482,28 @@ class RendezvousClient:
         """Notice of preemption of this process, as a sentence; None without one."""
         return self._preemption.notice
 
-    def close(self) -> None:
-        """Leave for good, and free thread, descriptors and connection."""
+    def close(self, failure: str | None = None) -> None:
+        """Leave for good, and free thread, descriptors and connection.
+
+        Args:
+            failure: of this process, as one sentence. It breaks the world if exit handlers keep the process alive for
+                longer than the silence timeout: until then its launcher may report how it ended, and the others may
+                fail in the same way.
+        """
         self._preemption.close()
+        if failure is None or not self._state.is_training:
+            self._leave()
+        else:
+            threading.Thread(target=self._leave_broken, args=(failure,), daemon=True).start()
+
+    def _leave_broken(self, failure: str) -> None:
+        """Break the world for this failure after the silence timeout, unless it breaks before, and leave it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._state.is_training, self.task.settings.silence_timeout_s)
+            self.abort(failure)
+        self._leave()
+
+    def _leave(self) -> None:
         with self._changed:
             # A host that is restarted now, or its successor, learns it from the next introduction.
             self._changed.wait_for(lambda: self._state.is_finish_known, self.task.settings.silence_timeout_s)

@@ -50,6 +50,7 @@ from moe_lightning.strategies.committed_step import CommittedStep
 from moe_lightning.strategies.recovery import StateRecovery, Stopwatch, set_up_data
 from moe_lightning.strategies.step_data import require_same_data
 from moe_lightning.strategies.worlds import ExpertParallelCallback, RecoveryReport, call_hook
+from moe_lightning.user_errors import one_line
 
 if TYPE_CHECKING:
     from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
@@ -296,11 +297,19 @@ class ElasticWorlds:
             self._departure = reason
         return True
 
-    def close(self) -> None:
-        """Leave for good, when training is over."""
+    def close(self, error: Exception | None = None) -> None:
+        """Leave for good, when training is over.
+
+        Args:
+            error: that ends this process, if one does.
+        """
         atexit.unregister(self._close_at_exit)
         gc.unfreeze()
-        self.engine.close()
+        failure = None
+        if error is not None and self.members is not None and not isinstance(error, Preempted | RunFinished):
+            place = f"rank {self.members.rank} on node {self.node}"
+            failure = f"{place} failed: {type(error).__name__}: {one_line(error)}"
+        self.engine.close(failure)
 
     def _close_at_exit(self) -> None:
         """Leave where a script ends well: a connection that is lost would break the world of ranks that still save."""

@@ -251,5 +251,5 @@ class FixedWorld:
         """Return None: no rank outlives another one, whose snapshots it could keep."""
         return None
 
-    def close(self) -> None:
+    def close(self, error: Exception | None = None) -> None:
         """Do nothing: there is no membership to leave."""

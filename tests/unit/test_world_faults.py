@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
 
-from moe_lightning import parallel
+from moe_lightning import ExpertParallelStrategy, parallel
+from moe_lightning.cli import training
 from moe_lightning.elastic.faults import explain, is_world_fault, reason_of, release_frames
-from moe_lightning.elastic.worker import PeerFailed, RunFinished
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
+from moe_lightning.elastic.rendezvous_client import RendezvousClient
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
+from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished
 from moe_lightning.errors import ConfigurationError, WorldAbortedError
 from moe_lightning.strategies import failures
+from moe_lightning.strategies.elastic_worlds import ElasticWorlds
+from tests.forks import wait_until
 
 COLLECTIVE, OURS, USERS = str(dist.__file__), str(parallel.__file__), "/home/user/train.py"
 
@@ -182,3 +193,37 @@ def test_callbacks_save_on_the_exceptions_of_another_fit(monkeypatch: pytest.Mon
     assert not saver.save_on_exception
     of_trainer.restore_savers()
     assert saver.save_on_exception
+
+
+SETTINGS = ElasticSettings(heartbeat_timeout_s=0.4, silence_timeout_s=1.0, build_timeout_s=0.1, hang_timeout_s=9.0)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), Preempted("it shall leave")])
+def test_the_others_need_not_wait_for_exit_handlers_of_a_rank_that_failed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """They may upload for minutes, while the connections of this process stay open."""
+    with RendezvousServer() as host, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        where = {"address": str(host.address), "secret_file": str(host.secret_file), "node": "a"}
+        task = ElasticTask(**where, expected=2, settings=SETTINGS)
+        other = stack.enter_context(closing(RendezvousClient(replace(task, token="x"))))
+        failing = RendezvousClient(replace(task, token="y"))
+        worlds = list(pool.map(lambda client: client.join(), (other, failing)))
+        other.guard(worlds[0], lambda: None)
+        failing.guard(worlds[1], lambda: None)
+        strategy: Any = MagicMock(spec=ExpertParallelStrategy, state=MagicMock())
+        strategy.elastic = ElasticWorlds(strategy, failing)
+        strategy.elastic.members = worlds[1]
+        trainer: Any = MagicMock(strategy=strategy, **{"fit.side_effect": error})
+        monkeypatch.setattr(training, "agreed_checkpoint", lambda *_: None)
+        run = training.Run(trainer=trainer, module=MagicMock(), data=MagicMock())
+        with pytest.raises(type(error)):
+            training._train(run, {"task": "train"})
+        assert other.reason is None, "it may end at once, and its launcher says how"
+        if isinstance(error, Preempted):
+            time.sleep(1.5)
+            assert other.reason is None, "it has left in order"
+        else:
+            wait_until(lambda: other.reason is not None)
+            assert other.reason == f"rank {worlds[1].rank} on node a failed: ValueError: no"
+        assert other.join().size == 1
