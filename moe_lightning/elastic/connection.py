@@ -530,6 +530,12 @@ class LauncherClient:
         return self._connection.is_connected
 
     @property
+    def connected(self) -> Address | None:
+        """Address of the rendezvous host that answers; None if none does."""
+        address = self.address  # first: the connection to it ends before it changes
+        return address if self.is_connected else None
+
+    @property
     def error(self) -> str:
         """Reason why it does not answer, as the end of a sentence."""
         return self._connection.host.error

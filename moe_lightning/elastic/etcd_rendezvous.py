@@ -316,7 +316,7 @@ class EtcdRendezvous:
         self.address = Address()
         self.secret_file = self._folder.path / "secret" if secret_file is None else Path(secret_file).absolute()
         self._term: _Term | None = None
-        self._reaches: Callable[[], bool] = lambda: False  # the host, by this launcher
+        self._connected: Callable[[], Address | None] = lambda: None  # address of the host, by this launcher
         self._reached: int | None = None  # revision of the leader whose host was reached
         self._changed, self._closed = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
@@ -348,13 +348,14 @@ class EtcdRendezvous:
         except (EtcdError, ValueError, LookupError, TypeError) as error:  # who comes back meanwhile trains on alone
             logger.warning("the end of the run cannot be written to etcd: %s", error)
 
-    def attend(self, reaches: Callable[[], bool]) -> None:
+    def attend(self, connected: Callable[[], Address | None]) -> None:
         """Take over at once when the leader's process is gone, not when its lease ends.
 
         Args:
-            reaches: returns True while this launcher is connected to the leader's host.
+            connected: returns the address of the host that this launcher is connected to, which may be that of a
+                former leader; None without one.
         """
-        self._reaches = reaches
+        self._connected = connected
 
     # ------------------------------------------------------------------
 
@@ -441,7 +442,7 @@ class EtcdRendezvous:
 
     def _is_dead(self, leader: Leader) -> bool:
         """Return True if this launcher was connected to the leader's host, and nothing listens there any more."""
-        if self._reaches():
+        if self._connected() == leader.address:
             self._reached = leader.revision
         elif self._reached == leader.revision:
             try:

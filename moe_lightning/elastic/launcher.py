@@ -517,7 +517,7 @@ class ElasticLauncher:
             )
             stack.enter_context(closing(client))
             if etcd is not None:
-                etcd.attend(lambda: client.is_connected)
+                etcd.attend(lambda: client.connected)
             task = ElasticTask(
                 address=str(address if client.relay is None else client.relay.address),
                 secret_file=str(secret_file),

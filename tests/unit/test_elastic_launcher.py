@@ -20,7 +20,7 @@ import pytest
 
 from moe_lightning.elastic import launcher, worker
 from moe_lightning.elastic.etcd import EtcdError
-from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous
+from moe_lightning.elastic.etcd_rendezvous import EtcdRendezvous, Leader
 from moe_lightning.elastic.launcher import (
     ElasticLauncher,
     LocalLauncher,
@@ -416,6 +416,20 @@ def test_a_leader_publishes_no_address_that_it_does_not_know(monkeypatch: pytest
     monkeypatch.setattr(Address, "resolve", resolve)
     with pytest.raises(EtcdError, match="no way to node1:2379: Temporary"):
         rendezvous._host()
+
+
+def test_a_leader_is_dead_only_where_its_own_host_was_reached() -> None:
+    """Of a new one that a firewall refuses this is not known, though this launcher was connected to the former host."""
+    rendezvous = EtcdRendezvous("https://10.0.0.1:2379", "run", ElasticSettings(membership="etcd"))
+    with socket.socket() as unused:  # bound, so that no other test listens there
+        unused.bind(("127.0.0.1", 0))
+        address = Address(host="127.0.0.1", port=unused.getsockname()[1])
+        leader = Leader(address=address, launcher="other", revision=7)
+        found = []
+        for reached in (Address(host="127.0.0.1", port=1), None, address, None):
+            rendezvous.attend(lambda reached=reached: reached)  # type: ignore[misc]
+            found.append(rendezvous._is_dead(leader))
+    assert found == [False, False, False, True]
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="has no IPv6")
