@@ -820,6 +820,19 @@ def share_folders(trainer: pl.Trainer, share: Callable[[list[Any]], list[Any]]) 
         saver.dirpath, saver.last_model_path = folder, last
 
 
+def share_saves(trainer: pl.Trainer, gather: Callable[[list[int]], list[list[int]]]) -> None:
+    """Let each ModelCheckpoint know the last step that it has saved on any rank: a fault may end a save on some ranks
+    only, and those that did not know would save alone. No public method does so.
+
+    Args:
+        gather: returns the values of all ranks; collective.
+    """
+    savers = _savers(trainer)
+    everyones = gather([saver._last_global_step_saved for saver in savers])
+    for saver, steps in zip(savers, zip(*everyones, strict=True), strict=True):
+        saver._last_global_step_saved = max(steps)
+
+
 def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]  # type: ignore[attr-defined]
 

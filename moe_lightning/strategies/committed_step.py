@@ -306,6 +306,7 @@ class UnfinishedBatch:
         runs_whole = left is not None
         if left is not None:  # newcomers have ended no hook
             left.resolve_failed(trainer, ended=max(done for done, met, leaves in reports if met or leaves))
+        private_lightning.share_saves(trainer, lambda steps: all_gather_json(steps, world))
         if min(everyones) < num_parts and with_newcomers:
             runs_whole = False
             rank_zero_warn(

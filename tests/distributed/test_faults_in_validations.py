@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExcept
 from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
+from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_changes_of_worlds import take_part
 from tests.distributed.training import TINY, RandomTokens, make_trainer
@@ -307,3 +309,50 @@ def test_a_rate_that_a_plateau_of_steps_has_lowered_is_not_lowered_twice() -> No
     ((calm, found),) = run_ranks(1, plateaus, [False, True])
     assert calm == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
     assert found == [1.0, 1.0, 1.0, 0.5, 1.0, 0.5, 0.5, 0.25, 0.25]  # the update of the third step is left out
+
+
+class Interrupted(LatestCheckpoint):
+    """Loses a rank as it ends its first save, on rank 1 only; notes the step of the last save before each batch."""
+
+    def __init__(self) -> None:
+        super().__init__("latest", every_n_train_steps=2)
+        self._is_hit, self.known = False, list[int]()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.known.append(self._last_global_step_saved)
+        super().on_train_batch_start(trainer)
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        before = self._last_global_step_saved
+        super()._save_checkpoint(trainer, filepath)
+        if trainer.global_rank == 1 and not self._is_hit:
+            self._is_hit, self._last_global_step_saved = True, before
+            Path("hit").touch()
+            lose(trainer)
+
+
+class Losing(Module):
+    """Loses a rank in the hook after that save, on rank 0."""
+
+    is_hit = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_rank == 0 and self.trainer.global_step == 2 and not self.is_hit:
+            self.is_hit = True
+            while not Path("hit").exists():
+                time.sleep(0.01)
+            lose(self.trainer)
+
+
+def save_apart(rank: int, world_size: int) -> list[int]:
+    dist.destroy_process_group()
+    take_part("planned", ((0, 1), (0, 1)), rank, Path("store").resolve())
+    saver = Interrupted()
+    callbacks = [FaultRecovery(), saver]
+    trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=1, enable_checkpointing=True)
+    trainer.fit(Losing(TINY), inputs()[1])
+    return saver.known
+
+
+def test_ranks_agree_on_a_save_that_has_ended_on_one_of_them() -> None:
+    assert run_ranks(2, save_apart) == [[0, 0, 2, 2]] * 2

@@ -168,6 +168,7 @@ def test_a_save_is_not_noted_where_its_hook_does_not_run_again(tmp_path: Path, m
     trainer, end = end_of_a_save(saver)
     batch = UnfinishedBatch(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
     monkeypatch.setattr(private_lightning, "is_step_open", lambda _: False)
+    monkeypatch.setattr(private_lightning, "share_saves", lambda *_: None)
     batch.running = end
     batch.keep(is_prepared=False)
     newcomer = UnfinishedBatch(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
