@@ -200,7 +200,8 @@ class Telemetry(Callback):
 
     * train/tokens_per_s (sum over ranks; samples where batches hold no token ids; padding that a mask in the batch
       names is not counted), train/step_ms (maximum), train/gradient_norm, train/lr (that the step's update used)
-    * train/tokens_seen of all ranks since the run began, resumes included: the axis of scaling studies
+    * train/tokens_seen of all ranks since the run began, resumes included: the axis of scaling studies. It lacks
+      the tokens that a rank which is lost or leaves has had since the last logging step
     * val/perplexity of language models of this project, after each validation
     * train/mfu_ratio (mean): the model's floating-point operations over those that the devices could have done (PaLM,
       arXiv 2204.02311, appendix B), where the module has `flops_per_batch` and the device's peak is known; not with
