@@ -200,6 +200,8 @@ class ClientState:
             return False
         reason = "a process joined that has not set up"
         world.is_left = True
+        if world is not self.guarded:
+            self.guarded = None  # a former attempt, in which nobody has trained
         if world.broken_at is None:
             self._break(world, reason, 1, now)
         self._send(t="withdraw", reason=reason)

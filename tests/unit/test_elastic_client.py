@@ -273,10 +273,16 @@ def test_a_process_that_has_set_up_waits_through_a_long_validation_of_the_others
         state.check_wait(0.0, 60.1)
 
 
-def test_who_has_withdrawn_from_a_world_that_trains_waits_as_one_outside_of_it() -> None:
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_who_has_withdrawn_from_a_world_that_trains_waits_as_one_outside_of_it(attempts: int) -> None:
     state = client()
     state.receive({"t": "state", "finished": 0, "exists": False}, 0.0)
     state.start_join(is_ready=False, is_spare=False)
+    if attempts == 2:  # groups of a first world were not built
+        state.receive(formed(state, 4, PEERS), 0.0)
+        state.guard(state.world.members)
+        state.abort("not in time", 0.0)
+        state.start_join(is_ready=False, is_spare=False)
     state.receive(formed(state, 5, PEERS) | {"has_set_up": True}, 0.0)
     assert state.withdraw_if_early(0.0)
     state.start_join(is_ready=True, is_spare=False)
