@@ -393,10 +393,11 @@ class ClientState:
         """Return the time that the main thread had to return from a broken world, if it is over; else None.
 
         Before its first step it has the longer one: that is slow, and cannot be interrupted. After the training there
-        is no limit: it may export for minutes.
+        is no limit: it may export for minutes. Nor is there one in a world of one rank: no other waits for it, and it
+        has the only state.
         """
         since, settings = self.awaited_since, self._task.settings
-        if self.guarded is not None and self.guarded.is_done:
+        if self.guarded is not None and (self.guarded.is_done or self.guarded.members.size == 1):
             return None
         limit_s = settings.hang_timeout_s
         if self.progress == 0:

@@ -31,7 +31,7 @@ SETTINGS = ElasticSettings(hang_timeout_s=0.5, build_timeout_s=0.1, start_timeou
 def test_who_hangs_in_a_broken_world(steps: int, seconds: float, is_ended: bool) -> None:
     state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
     state.start_join(is_ready=True, is_spare=False)
-    state.receive({"t": "formed", "number": 1, "members": [state.member_id], "probes": {}, "has_set_up": False}, 0.0)
+    state.receive({"t": "formed", "number": 1, "members": [state.member_id, "1.b.0"], "probes": {}, "has_set_up": False}, 0.0)
     state.guard(state.world.members)
     for _ in range(steps):
         state.record_progress()
@@ -46,7 +46,7 @@ def test_who_works_on_after_the_training_has_time_though_another_rank_fails(trai
     """It may export for minutes, and needs no other rank for that; in a collective it would be found."""
     state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
     state.start_join(is_ready=True, is_spare=False)
-    state.receive({"t": "formed", "number": 1, "members": [state.member_id], "probes": {}, "has_set_up": False}, 0.0)
+    state.receive({"t": "formed", "number": 1, "members": [state.member_id, "1.b.0"], "probes": {}, "has_set_up": False}, 0.0)
     state.guard(state.world.members)
     state.record_progress()
     state.finish()
@@ -55,6 +55,19 @@ def test_who_works_on_after_the_training_has_time_though_another_rank_fails(trai
     state.receive({"t": "broken", "number": 1, "reason": "b died", "rating": 3}, 10.0)
     assert (state.exceeded_limit_s(100.0) is not None) == trains_again
     assert state.awaited_since is not None
+
+
+@pytest.mark.parametrize("peers", [[], ["1.b.0"]])
+def test_who_trains_alone_has_time_to_come_back_with_the_only_state(peers: list[str]) -> None:
+    """It learns at its next step that it was evicted, perhaps after a validation."""
+    state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
+    state.start_join(is_ready=True, is_spare=False)
+    members = [state.member_id, *peers]
+    state.receive({"t": "formed", "number": 1, "members": members, "probes": {}, "has_set_up": False}, 0.0)
+    state.guard(state.world.members)
+    state.record_progress()
+    state.receive({"t": "evicted", "reason": "silent", "probes": {}}, 10.0)
+    assert (state.exceeded_limit_s(100.0) is None) == (not peers)
 
 
 def _main_place() -> tuple[str, int]:
