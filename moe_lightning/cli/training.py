@@ -401,6 +401,7 @@ def _train(run: Run, config: Mapping[str, Any]) -> None:
     finally:
         if isinstance(run.trainer.strategy, ExpertParallelStrategy):
             run.trainer.strategy.elastic.close(failure)
+        failure = None  # its traceback holds this frame, and so the model
 
 
 @contextmanager
