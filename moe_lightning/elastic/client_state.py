@@ -31,7 +31,7 @@ class JoinedWorld:
         is_left: the main thread is not in it: it has not guarded it yet, or has come to the next join.
         is_done: the training in it is done, and no other has begun.
         reason: reason why it broke; None while it is intact.
-        rating: quality of the reason: 1 an error, 2 a silent rank, 3 a death that a launcher reported.
+        rating: quality of the reason: 1 an error, 2 a silent or a failed rank, 3 a death that a launcher reported.
         broken_at: time; None while it is intact.
         unreachable: nodes behind dead links, as the host was told.
     """
@@ -218,13 +218,19 @@ class ClientState:
         mine = members.nodes[members.rank]
         return {node: endpoint for node, endpoint in world.probes.items() if node != mine}
 
-    def abort(self, reason: str, now: float) -> None:
-        """Break the guarded world for all its ranks; a no-op if it is broken already."""
+    def abort(self, reason: str, now: float, *, is_cause: bool = False) -> None:
+        """Break the guarded world for all its ranks; a no-op if it is broken already.
+
+        Args:
+            reason: one sentence.
+            now: time of this process' clock.
+            is_cause: it says how this process ends, not what the end of another one did to it.
+        """
         world = self.guarded
         if world is not None and world.broken_at is None:
-            reason = reason[:_LONGEST_REASON]
-            self._break(world, reason, 1, now)
-            self._send(t="broken", number=world.members.number, reason=reason)
+            reason, rating = reason[:_LONGEST_REASON], 2 if is_cause else 1
+            self._break(world, reason, rating, now)
+            self._send(t="broken", number=world.members.number, reason=reason, rating=rating)
 
     def record_progress(self) -> None:
         """Record a step of training, or that all ranks have met to change the world: no link between them is dead."""

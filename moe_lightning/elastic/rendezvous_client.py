@@ -500,7 +500,8 @@ class RendezvousClient:
         """Break the world for this failure after the silence timeout, unless it breaks before, and leave it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._state.is_training, self.task.settings.silence_timeout_s)
-            self.abort(failure)
+            self._state.abort(failure, self._clock.now, is_cause=True)
+            self._carry_out()
         self._leave()
 
     def _leave(self) -> None:

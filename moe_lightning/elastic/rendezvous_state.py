@@ -118,7 +118,7 @@ class CurrentWorld:
         gone: members that left, died or were evicted.
         broken_at: time at which it broke; None while it is intact.
         reason: reason of the break, as one sentence.
-        rating: quality of the reason: 1 an error of a rank, 2 silence or a dead link, 3 a death that a launcher saw.
+        rating: quality of the reason: 1 an error, 2 a failed or silent rank, a dead link, 3 a death seen by a launcher.
         progress_at: time of the last step of any member.
         has_set_up: some of its members had set up before it formed, or may have.
         probes: probe endpoint of each node that has one.
@@ -549,9 +549,9 @@ class RendezvousState:
                 if self.world is not None and member.id in self.world.ranks:
                     self.world.gone.add(member.id)
                     self._break(reason[:_LONGEST_REASON], 1, now)
-            case {"t": "broken", "number": int(number), "reason": str(reason)}:
+            case {"t": "broken", "number": int(number), "reason": str(reason), "rating": 1 | 2 as rating}:
                 if self.world is not None and self.world.number == number:
-                    self._break(reason[:_LONGEST_REASON], 1, now)
+                    self._break(reason[:_LONGEST_REASON], rating, now)
             case {"t": "unreachable", "number": int(number), "nodes": list(nodes)} if all(map(is_text, nodes)):
                 if self.world is not None and self.world.number == number and self.world.broken_at is None:
                     self._links.report(member, nodes, now)

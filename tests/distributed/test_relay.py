@@ -76,7 +76,7 @@ def test_a_malformed_message_concerns_the_worker_alone_that_sent_it(
         for worker in (first, second):
             world = worker._state.world
             worker.guard(world.members, lambda: None)
-        first._connection.send({"t": "broken", "number": "x"}, {"t": "nonsense"})
+        first._connection.send({"t": "broken", "number": "x", "rating": 1}, {"t": "nonsense"})
         wait_for(lambda: first._connection.losses and first._connection.is_connected, 10)
         assert "a message from 127.0.0.1 is refused: a malformed message of the kind broken" in caplog.text
         first.abort("a reason")

@@ -204,7 +204,7 @@ def test_a_host_that_was_started_anew_takes_up_the_standing_world_and_forms_no_o
             crowd.say(connection, {"t": "beat", "progress": 0})
     assert crowd.last(1, "formed") is None
     assert crowd.last(2, "waiting") == {"t": "waiting", "count": 1}
-    crowd.say(2, {"t": "broken", "number": 7, "reason": "newcomers"})
+    crowd.say(2, {"t": "broken", "number": 7, "reason": "newcomers", "rating": 1})
     for connection in (2, 3):
         crowd.say(connection, {"t": "join", "ready": True})
     formed = crowd.last(1, "formed")

@@ -31,7 +31,8 @@ SETTINGS = ElasticSettings(hang_timeout_s=0.5, build_timeout_s=0.1, start_timeou
 def test_who_hangs_in_a_broken_world(steps: int, seconds: float, is_ended: bool) -> None:
     state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
     state.start_join(is_ready=True, is_spare=False)
-    state.receive({"t": "formed", "number": 1, "members": [state.member_id, "1.b.0"], "probes": {}, "has_set_up": False}, 0.0)
+    members = [state.member_id, "1.b.0"]
+    state.receive({"t": "formed", "number": 1, "members": members, "probes": {}, "has_set_up": False}, 0.0)
     state.guard(state.world.members)
     for _ in range(steps):
         state.record_progress()
@@ -46,7 +47,8 @@ def test_who_works_on_after_the_training_has_time_though_another_rank_fails(trai
     """It may export for minutes, and needs no other rank for that; in a collective it would be found."""
     state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
     state.start_join(is_ready=True, is_spare=False)
-    state.receive({"t": "formed", "number": 1, "members": [state.member_id, "1.b.0"], "probes": {}, "has_set_up": False}, 0.0)
+    members = [state.member_id, "1.b.0"]
+    state.receive({"t": "formed", "number": 1, "members": members, "probes": {}, "has_set_up": False}, 0.0)
     state.guard(state.world.members)
     state.record_progress()
     state.finish()

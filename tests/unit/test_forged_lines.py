@@ -122,7 +122,7 @@ MEMBER: Message = {
 LINES: list[Message] = [
     MEMBER, {"t": "launcher"}, {"t": "died", "token": "x", "how": "y"}, {"t": "beat", "progress": 1},
     {"t": "join", "ready": True}, {"t": "leave"}, {"t": "withdraw", "reason": "r"},
-    {"t": "broken", "number": 5, "reason": "r"}, {"t": "unreachable", "number": 5, "nodes": ["a"]},
+    {"t": "broken", "number": 5, "reason": "r", "rating": 1}, {"t": "unreachable", "number": 5, "nodes": ["a"]},
     {"t": "finish", "number": "x"}, {"kind": "formed", "ids": ["x"]},
     {"t": "formed", "number": 9, "ids": ["x"]}, {},
 ]  # fmt: skip

@@ -225,5 +225,5 @@ def test_the_others_need_not_wait_for_exit_handlers_of_a_rank_that_failed(
             assert other.reason is None, "it has left in order"
         else:
             wait_until(lambda: other.reason is not None)
-            assert other.reason == f"rank {worlds[1].rank} on node a failed: ValueError: no"
+            assert other.wait_for_cause() == f"rank {worlds[1].rank} on node a failed: ValueError: no"
         assert other.join().size == 1
