@@ -255,8 +255,10 @@ def _checkpoints(scenario: Scenario, fixed: Set[str]) -> Policy:
     Args:
         fixed: names of the parts of the policy that stay.
     """
-    policy, work = scenario.policy, scenario.workload
-    fixed_k = {name: getattr(policy, name) or work.num_experts for name in ("k_snapshot", "k_persist") if name in fixed}
+    work, names = scenario.workload, ("k_snapshot", "k_persist")
+    given = {name: min(k, work.num_experts) for name in names if (k := getattr(scenario.policy, name))}
+    policy = replace(scenario.policy, **given)  # more than there are mean all, as in training
+    fixed_k = {name: given.get(name, work.num_experts) for name in names if name in fixed}
     least = fixed_k.get("k_persist", 1)  # what is written is copied
     ranks = scenario.num_nodes * scenario.hardware.ranks_per_node
     cost = model_of(scenario).cost(scenario.num_nodes, 0, 0)

@@ -105,6 +105,15 @@ def test_settings_of_the_command_line_stay(capsys: pytest.CaptureFixture[str]) -
     assert {name: {key: callbacks[name][key] for key in node} for name, node in given.items()} == given
 
 
+@pytest.mark.parametrize("given", [["k_snapshot=9"], ["k_snapshot=9", "lossless=true"], ["k_persist=9"]])
+def test_more_experts_than_there_are_mean_all(capsys: pytest.CaptureFixture[str], given: list[str]) -> None:
+    words = [f"callbacks.partial_experts_checkpoint.{setting}" for setting in given]
+    out = _advice(capsys, "--cluster", "2x8xH100", "callbacks=[fault_recovery,load_balancer]", *words)
+    name = given[0].partition("=")[0]
+    row = next(line for line in out.splitlines() if line.startswith(name.capitalize()))
+    assert re.split("  +", row)[1:] == ["8 of 8", "as given"]
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_validations_come_after_as_many_steps_as_before(capsys: pytest.CaptureFixture[str], pp: int) -> None:
     """These settings of the Trainer count micro-batches, of which the advice makes others."""
