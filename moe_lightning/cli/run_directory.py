@@ -31,8 +31,11 @@ _LOCK = ".lock"
 DOCTOR = "doctor"
 """Folder of the short run of doctor=true, in the directory of the run that it examines."""
 
-_LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id", DOCTOR)
-"""What a command may leave that was killed before it trained, those of loggers included, or only examined."""
+_OF_DOCTOR = re.compile(rf"{DOCTOR}(\.\d+)?")
+"""Names of that folder and of those of earlier examinations, see `RunDirectory.move_aside`."""
+
+_LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id")
+"""What a command may leave that was killed before it trained, those of loggers included."""
 
 _SHARED_AFTER_S = 1.0
 """The first command of several machines has the lock alone until it has written who may share it; on NFS each of these
@@ -200,7 +203,7 @@ class RunDirectory:
             raise ConfigurationError(
                 f"{where}, but it contains no run of moe-train: give another run_name, or empty that folder"
             )
-        folders = [path for path in self.path.iterdir() if path.is_dir() and path.name != DOCTOR]
+        folders = [path for path in self.path.iterdir() if path.is_dir() and not _OF_DOCTOR.fullmatch(path.name)]
         others = [path.name for path in folders if RunDirectory(path).holds_run()]
         if others or Path.cwd().resolve().is_relative_to(self.path.resolve()):
             what = f"the run {min(others)}" if others else "the folder that this command was started in"
@@ -226,8 +229,8 @@ class RunDirectory:
         return place
 
     def _holds_leavings(self) -> bool:
-        """True if nothing lies here but what a command that never trained may have left."""
-        return all(path.name in _LEAVINGS for path in self.path.iterdir())
+        """True if nothing lies here but what a command that never trained, or only examined, may have left."""
+        return all(path.name in _LEAVINGS or _OF_DOCTOR.fullmatch(path.name) for path in self.path.iterdir())
 
     def put_back(self, earlier: Path) -> bool:
         """Undo `move_aside` where nothing has trained since: the earlier run gets its place again; False if it has

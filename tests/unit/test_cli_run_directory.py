@@ -92,6 +92,8 @@ def test_a_folder_of_several_runs_is_not_moved(tmp_path: Path) -> None:
 def test_a_run_that_the_doctor_has_examined_is_moved(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     _trained(run.path / "doctor", "of the doctor")
+    RunDirectory(run.path / "doctor").move_aside()
+    _trained(run.path / "doctor", "of the doctor again")
     assert not run.check_movable(), "it has not trained"
     _trained(run.path, "its own")
     assert run.check_movable()
