@@ -47,7 +47,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.capacity import check_image, check_model, check_processes, nodes_of, ranks_of, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
 from moe_lightning.cli.resume import changes, check_changes, check_start, goes_on
-from moe_lightning.cli.run_directory import RunDirectory, SavedStep
+from moe_lightning.cli.run_directory import RunDirectory, SavedStep, checkpoints
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import TARGET, with_key
 from moe_lightning.data.text import TextData
@@ -100,8 +100,9 @@ _LOGGED = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "
 class RunRecord(Callback):
     """Records the configuration when training starts: a command that fails before leaves the former one, and no empty
     run in a logger. With `resume_overrides` it is recorded after the first checkpoint of the new settings: those of the
-    newest one are compared with the next command's, and training may be killed before there is another. A checkpoint of
-    a model that computes something else is refused, also away from its run.
+    newest one are compared with the next command's, and training may be killed before there is another; of those in an
+    object store, before their first one. A checkpoint of a model that computes something else is refused, also away
+    from its run.
 
     Args:
         directory: of the run.
@@ -111,7 +112,8 @@ class RunRecord(Callback):
     def __init__(self, directory: RunDirectory, config: Mapping[str, Any]) -> None:
         self._directory = directory
         self._config = config
-        self._former: SavedStep | None = None  # newest checkpoint while none has the new settings
+        self._former: frozenset[SavedStep] | None = None  # checkpoints when training started
+        self._is_recorded = False
 
     @override
     def on_load_checkpoint(
@@ -134,10 +136,11 @@ class RunRecord(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._former = self._directory.newest_checkpoint() if self._config["resume_overrides"] else None
+        if self._former is None:  # a changed world starts again, behind checkpoints of the new settings
+            has_overrides = self._config["resume_overrides"]
+            self._former = frozenset(checkpoints(self._directory.checkpoints) if has_overrides else ())
+        self._record(trainer)
         if trainer.is_global_zero:
-            if self._former is None:
-                self._directory.record(self._config)
             self._directory.metrics("train").unlink(missing_ok=True)  # of an earlier training
             data = getattr(trainer, "datamodule", None)
             if isinstance(data, TextData) and data.trained_tokenizer is not None:
@@ -149,17 +152,22 @@ class RunRecord(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._record_overrides(trainer)
+        self._record(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._record_overrides(trainer)
+        self._record(trainer)
 
-    def _record_overrides(self, trainer: pl.Trainer) -> None:
-        is_waiting = self._former is not None and trainer.is_global_zero
-        if is_waiting and self._directory.newest_checkpoint() != self._former:
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._record(trainer)
+
+    def _record(self, trainer: pl.Trainer) -> None:
+        if self._former is None or self._is_recorded or not trainer.is_global_zero:
+            return
+        if not self._former or not self._former.issuperset(checkpoints(self._directory.checkpoints)):
             self._directory.record(self._config)
-            self._former = None
+            self._is_recorded = True
 
 
 class ResumedEarlyStopping(Callback):

@@ -448,7 +448,9 @@ def test_a_run_in_an_object_store_is_compared_with_its_recorded_settings(
         train._prepare(directory, {**_with(optimizer__lr=1e-4), **store, **options}, is_first=True)
 
 
-def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_fit_end", "on_exception"])
+@pytest.mark.parametrize("step", [2, 8], ids=["before a damaged one", "newest"])
+def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path, hook: str, step: int) -> None:
     """A command that is killed before leaves a checkpoint of the former ones."""
     directory, options = _run(tmp_path, began=True), {"run_dir": str(tmp_path), "task": "train", "callbacks": {}}
     former, given = ({**_with(optimizer__lr=lr), **options, "resume_overrides": False} for lr in (1e-3, 1e-4))
@@ -460,8 +462,9 @@ def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path) ->
     train._prepare(directory, former, is_first=True)
     with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.001 -> 0\.0001; give resume_overrides=true"):
         train._prepare(directory, given, is_first=True)
-    write_file({"global_step": 8}, directory.checkpoints / "step-0000008.ckpt")
-    record.on_train_batch_start(trainer, GPTModule(TINY), None, 1)
+    write_file({"global_step": step}, directory.checkpoints / f"step-000000{step}.ckpt")
+    record.on_train_start(trainer, GPTModule(TINY))  # the world has changed since
+    getattr(record, hook)(trainer, GPTModule(TINY), *([RuntimeError()] if hook == "on_exception" else []))
     train._prepare(directory, given, is_first=True)
     with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.0001 -> 0\.001; give resume_overrides=true"):
         train._prepare(directory, former, is_first=True)
