@@ -44,9 +44,9 @@ class FitProgress:
         validation_is_due: a validation follows this step, which no recovery has repeated, and the next batch or epoch
             has not begun yet.
         epoch_is_over: the step is the last one of an epoch, or its end has begun, and the next one has not begun yet.
-        decisions: `private_lightning.decisions` before that validation or end, until the next step; None before.
-        decisions_within: the same before a validation that Lightning itself repeats as it goes on from here, within the
-            next step or resumed in its middle; None before.
+        decisions: `private_lightning.decisions` before that validation, until the next step; None before.
+        decisions_later: the same after it, before the end of the epoch, or before a validation that Lightning itself
+            repeats as it goes on from here, within the next step or resumed in its middle; None before.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
         went_back: the run has gone back to this step, and made no other since.
         is_adopted: True if this rank, or one that it has finished the step with, has it from another rank or a
@@ -63,7 +63,7 @@ class FitProgress:
     validation_is_due: bool = False
     epoch_is_over: bool = False
     decisions: dict[str, Any] | None = None
-    decisions_within: dict[str, Any] | None = None
+    decisions_later: dict[str, Any] | None = None
     is_saved: bool = False
     went_back: bool = False
     is_adopted: bool = False
@@ -94,7 +94,13 @@ class FitProgress:
     def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
         """Return the progress after the same step, in `on_train_epoch_start` of the next epoch."""
         schedulers = _schedulers(trainer)
-        return replace(self, validation_is_due=False, epoch_is_over=False, lr_schedulers_next_epoch=schedulers)
+        return replace(
+            self,
+            validation_is_due=False,
+            epoch_is_over=False,
+            decisions_later=None,
+            lr_schedulers_next_epoch=schedulers,
+        )
 
     def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the progress for another rank, with the live state of the callbacks, and of what hooks of the module
@@ -433,10 +439,10 @@ class CommittedStep:
         if progress is None or private_lightning.validates_by_time(trainer):
             return
         if progress.is_in_a_batch and not private_lightning.is_step_open(trainer):
-            self.progress = replace(progress, validation_is_due=True)
-            self._keep_decisions()
-        elif progress.decisions_within is None:
-            self.progress = replace(progress, decisions_within=private_lightning.decisions(trainer))
+            decisions = progress.decisions or private_lightning.decisions(trainer)
+            self.progress = replace(progress, validation_is_due=True, decisions=decisions)
+        elif progress.decisions_later is None:
+            self.progress = replace(progress, decisions_later=private_lightning.decisions(trainer))
 
     def end_validation(self) -> None:
         """Note that all hooks of the validation after the last step have ended."""
@@ -444,15 +450,13 @@ class CommittedStep:
             self.progress = replace(self.progress, validation_is_due=False)
 
     def end_epoch(self) -> None:
-        """Keep the decisions of callbacks, and what the last step has logged, before the end of an epoch."""
+        """Keep the decisions of callbacks, and what the last step has logged, before the end of an epoch. A stop ends
+        it at any batch, also within a step.
+        """
         self.batch.record_end_of_epoch()
-        self._keep_decisions()
-        if self.progress is not None:  # a stop ends it at any batch
-            self.progress = replace(self.progress, epoch_is_over=True)
-
-    def _keep_decisions(self) -> None:
-        if self.progress is not None and self.progress.decisions is None:
-            self.progress = replace(self.progress, decisions=private_lightning.decisions(self._state.trainer))
+        if self.progress is not None:
+            decisions = private_lightning.decisions(self._state.trainer)
+            self.progress = replace(self.progress, epoch_is_over=True, decisions_later=decisions)
 
     def begin_epoch(self) -> None:
         """Note that another epoch begins."""
@@ -535,7 +539,7 @@ class CommittedStep:
         progress, trainer = self.progress, self._state.trainer
         assert progress is not None, "it was restored"
         is_due = progress.validation_is_due or progress.epoch_is_over
-        decisions = progress.decisions if is_due else progress.decisions_within
+        decisions = progress.decisions if progress.validation_is_due else progress.decisions_later
         if decisions is not None:
             private_lightning.take_back_decisions(trainer, decisions)
         if is_due:

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     Attributes:
         options: of the Trainer.
         patience: of EarlyStopping.
-        stops_at: step at whose end a callback stops training.
+        stops_at: batch at whose end a callback stops training.
         is_late: that callback comes after all others.
         resumes_from: a checkpoint.
     """
@@ -124,13 +124,13 @@ class Stopping(EarlyStopping):
 
 
 class Timer(pl.Callback):
-    """Stops training at the end of a step."""
+    """Stops training at the end of a batch."""
 
     def __init__(self, stops_at: int) -> None:
         self._stops_at = stops_at
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.should_stop |= trainer.global_step == self._stops_at
+        trainer.should_stop |= trainer.fit_loop.total_batch_idx + 1 == self._stops_at
 
 
 class Saver(ModelCheckpoint):
@@ -255,6 +255,13 @@ def test_an_end_within_an_epoch_is_repeated(stop: str) -> None:
     assert (calm.best, calm.epochs) == (STOP, {EPOCH: EPOCH, STOP: STOP - EPOCH})
     for other in others:
         assert other._replace(ended=sorted({*other.ended})) == calm
+
+
+def test_an_end_within_a_step_is_repeated() -> None:
+    plan = Plan({"val_check_interval": 2, "accumulate_grad_batches": 2}, stops_at=EPOCH + 3)
+    ((calm, found),) = run_ranks(1, decide, ["", "epoch"], plan, 3)
+    assert (calm.num_waits, calm.best, calm.ended, calm.epochs) == (3, 3, [1, 2, 3, 3], {2: EPOCH, 3: 3})
+    assert found == calm
 
 
 def test_a_file_that_was_deleted_is_not_the_best_of_a_repeat() -> None:
