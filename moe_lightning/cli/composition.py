@@ -297,11 +297,16 @@ def check_config(config: Mapping[str, Any]) -> None:
 def _check_resumes(config: Mapping[str, Any]) -> None:
     """Refuse full checkpoints where the next command does not find them: it would start over and replace them."""
     given, own = (config["callbacks"].get("checkpoint") or {}).get("dirpath"), Path(config["run_dir"], "checkpoints")
-    if given is not None and os.path.abspath(given) != os.path.abspath(own):
-        raise ConfigurationError(
-            f"callbacks.checkpoint.dirpath={given} is not {own}, where the same command looks for checkpoints to "
-            "resume: give hydra.run.dir=FOLDER to have the whole run elsewhere, and leave dirpath out"
-        )
+    if config["task"] != "train" or given is None or os.path.abspath(given) == os.path.abspath(own):
+        return
+    cure = "hydra.run.dir=FOLDER to have the whole run elsewhere, and leave dirpath out"
+    if "://" in str(given):
+        cure = f"callbacks=partial_experts callbacks.partial_experts_checkpoint.dirpath={given}, and leave "
+        cure += "callbacks.checkpoint out"
+    raise ConfigurationError(
+        f"callbacks.checkpoint.dirpath={given} is not {own}, where the same command looks for checkpoints to resume: "
+        f"give {cure}"
+    )
 
 
 def _check_urls(node: Any, key: str = "") -> None:

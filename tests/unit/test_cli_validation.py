@@ -41,6 +41,10 @@ def test_the_defaults_pass() -> None:
     check_config(config)
 
 
+def test_a_validation_may_name_any_folder_of_checkpoints_as_it_writes_none() -> None:
+    check_config(composed("task=validate", "callbacks.checkpoint.dirpath=scratch"))
+
+
 @pytest.mark.parametrize("more", ["recipes=chaos", "objective=val/loss", "callbacks=fault_recovery"])
 def test_the_doctor_takes_settings_of_what_it_leaves_out(more: str) -> None:
     config = composed("doctor=true", more)
