@@ -624,9 +624,12 @@ def _undo(
     is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
     if earlier is not None:
         # Without this machine the others may train on, and the command itself may be repeated, which would then resume
-        # the earlier run; but not with what was refused.
-        if ((is_alone and not may_be_repeated()) or is_refusal) and directory.put_back(earlier):
+        # the earlier run; but not with what was refused, nor after Ctrl-C.
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and getattr(error, "signal", signal.SIGINT) == signal.SIGINT
+        if ((is_alone and (is_ctrl_c or not may_be_repeated())) or is_refusal) and directory.put_back(earlier):
             print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
+        elif not directory.holds_run():
+            print(f"run    {directory} has not trained: the earlier run stays in {earlier.name}", flush=True)
     elif is_alone and is_refusal:  # after a crash the logs of the ranks may be wanted
         directory.clear(before)
 

@@ -476,11 +476,18 @@ def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path, ho
         ("SLURM_JOB_ID", Interrupted(signal.SIGTERM), False),
         ("TORCHELASTIC_RESTART_COUNT", RuntimeError("a crash"), False),
         ("SLURM_JOB_ID", ConfigurationError("refused"), True),
+        ("SLURM_JOB_ID", Interrupted(signal.SIGINT), True),
+        ("SLURM_JOB_ID", KeyboardInterrupt(), True),
         ("HOME", Interrupted(signal.SIGTERM), True),
     ],
 )
 def test_an_earlier_run_is_not_resumed_by_the_repetition_of_a_command_that_starts_over(
-    variable: str, error: BaseException, is_put_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    error: BaseException,
+    is_put_back: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The earlier run began with resume=false, too, as the repeated command did."""
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RESTART_COUNT"):
@@ -492,5 +499,7 @@ def test_an_earlier_run_is_not_resumed_by_the_repetition_of_a_command_that_start
     directory.create()
     train._undo(directory, before, earlier, error, is_alone=True)
     assert directory.config.is_file() is is_put_back
+    told = "is the earlier run again: this one has not trained" if is_put_back else "the earlier run stays in run.1"
+    assert told in capsys.readouterr().out
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert is_put_back or not _goes_on(directory, False)
