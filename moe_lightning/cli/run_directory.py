@@ -353,9 +353,12 @@ def _acquired(directory: RunDirectory, party: str | None) -> tuple[int, bool]:
 def _lock(descriptor: int, directory: RunDirectory, party: str | None) -> bool:
     deadline = time.monotonic() + _SHARED_AFTER_S
     while not _try(descriptor, fcntl.LOCK_EX):
-        owner = _owner(descriptor)
-        if party is not None and owner.get("party") == party and _try(descriptor, fcntl.LOCK_SH):
+        is_shared = party is not None and _try(descriptor, fcntl.LOCK_SH)
+        owner = _owner(descriptor)  # under a lock, since NFS reads anew what another machine has written only there
+        if is_shared and owner.get("party") == party:
             return False
+        if is_shared:
+            _try(descriptor, fcntl.LOCK_UN)
         if party is None or time.monotonic() > deadline:
             raise ConfigurationError(
                 f"{directory} is in use by process {owner.get('pid', '?')} on {owner.get('host', '?')}: wait for its "

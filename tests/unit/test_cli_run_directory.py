@@ -18,6 +18,7 @@ from moe_lightning.checkpoint.directory import directories
 from moe_lightning.checkpoint.files import write_file
 from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.storage import storage_of
+from moe_lightning.cli import run_directory
 from moe_lightning.cli.run_directory import RunDirectory, checkpoints, locked
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.files import save_safetensors
@@ -264,7 +265,22 @@ def _share_late(path: Path, text: str, pipe: Connection) -> None:
         pipe.recv()
 
 
-def test_machines_that_start_together_wait_until_the_first_shares_it(directory: RunDirectory) -> None:
+@pytest.mark.parametrize("on_nfs", [False, True])
+def test_machines_that_start_together_wait_until_the_first_shares_it(
+    directory: RunDirectory, on_nfs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS reads anew what another machine has written only under a lock."""
+    try_lock, owner_of, held = run_directory._try, run_directory._owner, 0
+
+    def try_and_see(descriptor: int, kind: int) -> bool:
+        nonlocal held
+        is_free = try_lock(descriptor, kind)
+        held = kind if is_free else held
+        return is_free
+
+    if on_nfs:
+        monkeypatch.setattr(run_directory, "_try", try_and_see)
+        monkeypatch.setattr(run_directory, "_owner", lambda file: owner_of(file) if held == fcntl.LOCK_SH else {})
     pipe, end = FORKS.Pipe()
     process = fork(_share_late, directory.path, '{"party": "host:29400"}', end)
     try:
