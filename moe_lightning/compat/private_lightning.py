@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import imports, move_data_to_device
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _Stateful as StatefulLoader
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichModelSummary, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -772,18 +771,17 @@ def take_back_decisions(trainer: pl.Trainer, known: dict[str, Any]) -> None:
             _take_back(decider, known["callbacks"][decider.state_key])
 
 
-def forget_deleted(trainer: pl.Trainer, share: Callable[[list[str]], list[str]]) -> None:
+def forget_deleted(trainer: pl.Trainer, deleted: Container[str], share: Callable[[list[str]], list[str]]) -> None:
     """Let ModelCheckpoints that went back to earlier decisions rank no file that a later one has deleted: they then
     save again, instead of keeping its name as that of the best one. No public method does so.
 
     Args:
+        deleted: files, as far as this rank knows.
         share: returns the value of rank 0; collective.
     """
     ranked = [saver.best_k_models for saver in _deciders(trainer) if isinstance(saver, ModelCheckpoint)]
-    paths = [path for files in ranked for path in files] if trainer.is_global_zero else []
-    deleted = share([path for path in paths if not get_filesystem(path).exists(path)])
-    for files in ranked:
-        for path in deleted:
+    for path in share([path for files in ranked for path in files if path in deleted]):
+        for files in ranked:
             files.pop(path, None)
 
 

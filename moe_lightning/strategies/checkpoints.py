@@ -66,11 +66,13 @@ class Checkpoints:
 
     Attributes:
         reads_objects: the user lets restores unpickle objects.
+        deleted: files of Lightning's own that this process has deleted, or let rank 0 delete, and not saved since.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self.reads_objects = False
+        self.deleted: set[str] = set()
         self._before_hooks: Sequence[nn.Parameter] = ()
         self._leases = ExitStack()
         self._restored: Checkpoint | None = None  # the directory that Lightning restores now

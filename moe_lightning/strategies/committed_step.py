@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -514,7 +514,7 @@ class CommittedStep:
         self.progress = self.progress.restore(self._state.trainer)
         self.is_torn, self.prepared = False, None
 
-    def finish(self, world: World) -> None:
+    def finish(self, world: World, deleted: Container[str]) -> None:
         """Do what was due after the step that was restored: hooks of its batch that the fault kept from running, a
         validation, and the end of the epoch; Lightning itself, restored to this state, skips all. Collective.
 
@@ -526,6 +526,9 @@ class CommittedStep:
 
         Values that were logged in the epoch are dropped where they are of steps that are lost, or of some ranks only,
         which cannot reduce them together.
+
+        Args:
+            deleted: checkpoint files, which callbacks that went back to earlier states, or to a saved one, forget.
         """
         kept, made_steps = self.progress, not self.is_first
         assert kept is not None, "it was restored"
@@ -538,12 +541,10 @@ class CommittedStep:
             )
         progress, trainer = self.progress, self._state.trainer
         assert progress is not None, "it was restored"
-        is_due = progress.validation_is_due or progress.epoch_is_over
         decisions = progress.decisions if progress.validation_is_due else progress.decisions_later
         if decisions is not None:
             private_lightning.take_back_decisions(trainer, decisions)
-        if is_due:
-            private_lightning.forget_deleted(trainer, lambda deleted: broadcast_object(deleted, 0, world))
+        private_lightning.forget_deleted(trainer, deleted, lambda known: broadcast_object(known, 0, world))
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
         if progress.is_in_a_batch and (progress.epoch_is_over or trainer.fit_loop.done):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
@@ -264,9 +266,60 @@ def test_an_end_within_a_step_is_repeated() -> None:
     assert found == calm
 
 
-def test_a_file_that_was_deleted_is_not_the_best_of_a_repeat() -> None:
-    (((found,)),) = run_ranks(1, decide, ["deleted"], Plan({"val_check_interval": 0.5}), 0)
-    assert (found.best, found.ended) == (8, [2, 4, 4, 6, 8])
+@pytest.mark.parametrize(
+    ("options", "ended"),
+    [
+        ({"val_check_interval": 0.5}, [2, 4, 4, 6, 8]),
+        ({"val_check_interval": 3, "accumulate_grad_batches": 2}, [1, 3, 3]),
+    ],
+    ids=["after a step", "within one"],
+)
+def test_a_file_that_was_deleted_is_not_the_best_of_a_repeat(options: dict[str, Any], ended: list[int]) -> None:
+    (((found,)),) = run_ranks(1, decide, ["deleted"], Plan(options), 0)
+    assert (found.best, found.ended) == (ended[-1], ended)
+
+
+class HeldIO(TorchCheckpointIO):
+    """Writes files as training ends."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        self.may_write.wait(60)
+        super().save_checkpoint(*args, **options)
+
+
+class WorseSecond(pl.Callback):
+    """Lets the second validation be worse than the first one, and loses a rank once in its end."""
+
+    def __init__(self, held: HeldIO) -> None:
+        self._held, self._is_hit = held, False
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.is_worse = trainer.global_step > 2  # type: ignore[assignment]
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step > 2 and not self._is_hit:
+            self._is_hit = True
+            lose(trainer)
+
+    def on_train_end(self, *_: Any) -> None:
+        self._held.may_write.set()
+
+
+def save_later(rank: int, world_size: int) -> tuple[str, list[str]]:
+    take_part("planned", ((0,), (0,)), 0, Path("store").resolve())
+    held, saver = HeldIO(), ModelCheckpoint("best", monitor="left", filename="{step}")
+    options = {"max_epochs": 1, "val_check_interval": 0.5, "enable_checkpointing": True}
+    callbacks = [FaultRecovery(), saver, WorseSecond(held)]
+    trainer = make_trainer(rank, world_size, callbacks=callbacks, plugins=[AsyncCheckpointIO(held)], **options)
+    trainer.fit(*inputs())
+    return Path(saver.best_model_path).name, os.listdir("best")
+
+
+def test_a_file_that_is_not_written_yet_stays_the_best_one() -> None:
+    assert run_ranks(1, save_later) == [("step=2.ckpt", ["step=2.ckpt"])]
 
 
 @pytest.mark.parametrize("fault", ["hook", "batch"])
