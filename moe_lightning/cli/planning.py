@@ -356,7 +356,7 @@ def _cures(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     if run.model.is_pretrained and not mesh.recompute:
         yield "model.gradient_checkpointing=true", replace(run, mesh=replace(mesh, recompute=True))
     if not run.model.is_pretrained and not training.recomputes:
-        setting = "callbacks=recompute, beside others callbacks=[OTHERS,recompute]"
+        setting = "callbacks=recompute or, beside others, callbacks=[OTHERS,recompute]"
         yield setting, replace(run, training=replace(training, recomputes=True))
     if slices * mesh.cp > 1 and mesh.dense in ("ddp", "zero1") and training.optimizer == "adamw":
         yield "strategy.dense=fsdp", replace(run, mesh=replace(mesh, dense="fsdp"))
