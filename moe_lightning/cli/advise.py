@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from moe_lightning.cli.capacity import RANK_BYTES, ranks_of
 from moe_lightning.cli.composition import (
     CONFIG_NAME,
+    build_object,
     check_config,
     choices,
     composition_errors,
@@ -125,6 +126,8 @@ def _configuration(settings: Sequence[str], config_dir: str | None) -> dict[str,
         del composed.hydra
     config = resolved(composed)
     check_config(config)
+    if (partial := config["callbacks"].get("partial_experts_checkpoint")) is not None:
+        build_object(partial, "callbacks.partial_experts_checkpoint")  # the planner names parts of a policy instead
     return config
 
 

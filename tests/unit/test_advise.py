@@ -35,6 +35,11 @@ def _advice(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.out
 
 
+def _partial(*settings: str) -> list[str]:
+    words = [f"callbacks.partial_experts_checkpoint.{setting}" for setting in settings]
+    return ["callbacks=[fault_recovery,load_balancer]", *words]
+
+
 def _composed(folder: Path, name: str) -> dict[str, Any]:
     with config_folder():
         overrides = [f"hydra.searchpath=[file://{folder.absolute()}]", f"recipes={name}", "run_name=x", "run_dir=x"]
@@ -107,8 +112,7 @@ def test_settings_of_the_command_line_stay(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("given", [["k_snapshot=9"], ["k_snapshot=9", "lossless=true"], ["k_persist=9"]])
 def test_more_experts_than_there_are_mean_all(capsys: pytest.CaptureFixture[str], given: list[str]) -> None:
-    words = [f"callbacks.partial_experts_checkpoint.{setting}" for setting in given]
-    out = _advice(capsys, "--cluster", "2x8xH100", "callbacks=[fault_recovery,load_balancer]", *words)
+    out = _advice(capsys, "--cluster", "2x8xH100", *_partial(*given))
     name = given[0].partition("=")[0]
     row = next(line for line in out.splitlines() if line.startswith(name.capitalize()))
     assert re.split("  +", row)[1:] == ["8 of 8", "as given"]
@@ -153,6 +157,8 @@ MISTAKES = [
     (["quickstrt"], "there is no recipe 'quickstrt' (did you mean 'quickstart'?)"),
     (["recipes=swinv2_moe"], "--advise plans language models with experts"),
     (["model.num_experts=0"], "--advise plans language models with experts"),
+    (_partial("k_snapshot=2", "k_persist=4"), "k_persist=4 is more than k_snapshot=2"),
+    (_partial("lossless=true", "k_persist=4"), "lossless=True saves all state of every expert"),
     (["model.d_model=-1"], "model.d_model=-1 must be an integer of at least 1"),
     (["text"], "data.source is needed here: give data.source=VALUE"),
     (["--cluster", "1x1xA30", "model=mixtral_8x7b", "model.num_layers=2"], "this run needs"),
