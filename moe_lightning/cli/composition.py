@@ -297,7 +297,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 def _check_resumes(config: Mapping[str, Any]) -> None:
     """Refuse full checkpoints where the next command does not find them: it would start over and replace them."""
     given, own = (config["callbacks"].get("checkpoint") or {}).get("dirpath"), Path(config["run_dir"], "checkpoints")
-    if config["task"] != "train" or given is None or os.path.abspath(given) == os.path.abspath(own):
+    if config["task"] != "train" or given is None or os.path.realpath(given) == os.path.realpath(own):
         return
     cure = "hydra.run.dir=FOLDER to have the whole run elsewhere, and leave dirpath out"
     if "://" in str(given):

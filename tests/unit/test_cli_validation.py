@@ -45,6 +45,11 @@ def test_a_validation_may_name_any_folder_of_checkpoints_as_it_writes_none() -> 
     check_config(composed("task=validate", "callbacks.checkpoint.dirpath=scratch"))
 
 
+def test_the_folder_of_checkpoints_may_be_reached_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    check_config(composed(f"run_dir={tmp_path}/run", f"callbacks.checkpoint.dirpath={tmp_path}/link/checkpoints"))
+
+
 @pytest.mark.parametrize("more", ["recipes=chaos", "objective=val/loss", "callbacks=fault_recovery"])
 def test_the_doctor_takes_settings_of_what_it_leaves_out(more: str) -> None:
     config = composed("doctor=true", more)
