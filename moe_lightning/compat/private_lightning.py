@@ -818,17 +818,17 @@ def share_folders(trainer: pl.Trainer, share: Callable[[list[Any]], list[Any]]) 
         saver.dirpath, saver.last_model_path = folder, last
 
 
-def share_saves(trainer: pl.Trainer, gather: Callable[[list[int]], list[list[int]]]) -> None:
-    """Let each ModelCheckpoint know the last step that it has saved on any rank: a fault may end a save on some ranks
-    only, and those that did not know would save alone. No public method does so.
+def share_saves(trainer: pl.Trainer, gather: Callable[[list[Any]], list[list[Any]]]) -> None:
+    """Let each ModelCheckpoint know the last step that it has saved on any rank, and the file: a fault may end a save
+    on some ranks only, and those that did not know would save alone. No public method does so.
 
     Args:
         gather: returns the values of all ranks; collective.
     """
     savers = _savers(trainer)
-    everyones = gather([saver._last_global_step_saved for saver in savers])
-    for saver, steps in zip(savers, zip(*everyones, strict=True), strict=True):
-        saver._last_global_step_saved = max(steps)
+    everyones = gather([[saver._last_global_step_saved, saver._last_checkpoint_saved] for saver in savers])
+    for saver, saves in zip(savers, zip(*everyones, strict=True), strict=True):
+        saver._last_global_step_saved, saver._last_checkpoint_saved = max(saves)
 
 
 def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:

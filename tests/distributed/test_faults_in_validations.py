@@ -372,21 +372,22 @@ def test_a_rate_that_a_plateau_of_steps_has_lowered_is_not_lowered_twice() -> No
 
 
 class Interrupted(LatestCheckpoint):
-    """Loses a rank as it ends its first save, on rank 1 only; notes the step of the last save before each batch."""
+    """Loses a rank as it ends its first save, on rank 1 only; notes the last save before each batch."""
 
     def __init__(self) -> None:
         super().__init__("latest", every_n_train_steps=2)
-        self._is_hit, self.known = False, list[int]()
+        self._is_hit, self.known = False, list[tuple[int, str]]()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.known.append(self._last_global_step_saved)
+        self.known.append((self._last_global_step_saved, Path(self._last_checkpoint_saved).name))
         super().on_train_batch_start(trainer)
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        before = self._last_global_step_saved
+        before = self._last_global_step_saved, self._last_checkpoint_saved
         super()._save_checkpoint(trainer, filepath)
         if trainer.global_rank == 1 and not self._is_hit:
-            self._is_hit, self._last_global_step_saved = True, before
+            self._is_hit = True
+            self._last_global_step_saved, self._last_checkpoint_saved = before
             Path("hit").touch()
             lose(trainer)
 
@@ -404,7 +405,7 @@ class Losing(Module):
             lose(self.trainer)
 
 
-def save_apart(rank: int, world_size: int) -> list[int]:
+def save_apart(rank: int, world_size: int) -> list[tuple[int, str]]:
     dist.destroy_process_group()
     take_part("planned", ((0, 1), (0, 1)), rank, Path("store").resolve())
     saver = Interrupted()
@@ -415,4 +416,5 @@ def save_apart(rank: int, world_size: int) -> list[int]:
 
 
 def test_ranks_agree_on_a_save_that_has_ended_on_one_of_them() -> None:
-    assert run_ranks(2, save_apart) == [[0, 0, 2, 2]] * 2
+    none, saved = (0, ""), (2, "step-0000002.ckpt")
+    assert run_ranks(2, save_apart) == [[none, none, saved, saved]] * 2
