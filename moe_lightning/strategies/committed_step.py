@@ -161,9 +161,8 @@ class FitProgress:
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
         counts_steps = any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs)
-        if ended is None and (
-            self.epoch_is_over or counts_steps
-        ):  # plateaus may have lowered them since, on some ranks
+        # Plateaus may have lowered them since, on some ranks.
+        if ended is None and (self.epoch_is_over or counts_steps):
             self._restore_rates(trainer)
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)
@@ -312,7 +311,7 @@ class UnfinishedBatch:
         runs_whole = left is not None
         if left is not None:  # newcomers have ended no hook
             left.resolve_failed(trainer, ended=max(done for done, met, leaves in reports if met or leaves))
-        private_lightning.share_saves(trainer, lambda steps: all_gather_json(steps, world))
+        private_lightning.share_saves(trainer, lambda saves: all_gather_json(saves, world))
         if min(everyones) < num_parts and with_newcomers:
             runs_whole = False
             rank_zero_warn(
