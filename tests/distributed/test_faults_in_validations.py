@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
+from moe_lightning.compat import private_lightning
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_changes_of_worlds import take_part
 from tests.distributed.training import TINY, RandomTokens, make_trainer
@@ -277,6 +278,26 @@ def test_an_end_within_a_step_is_repeated() -> None:
 def test_a_file_that_was_deleted_is_not_the_best_of_a_repeat(options: dict[str, Any], ended: list[int]) -> None:
     (((found,)),) = run_ranks(1, decide, ["deleted"], Plan(options), 0)
     assert (found.best, found.ended) == (ended[-1], ended)
+
+
+def rank_again(rank: int, world_size: int) -> list[list[str]]:
+    saver = ModelCheckpoint("best", monitor="left", filename="{step}")
+    options = {"max_epochs": 1, "val_check_interval": 0.5, "enable_checkpointing": True}
+    trainer = make_trainer(rank, world_size, callbacks=[saver], **options)
+    trainer.fit(*inputs())
+    deleted, found = trainer.strategy.checkpoints.deleted, []  # type: ignore[attr-defined]
+    (path,) = {*deleted}
+    for is_saved in (False, True):
+        if is_saved:
+            trainer.save_checkpoint(path)
+        saver.best_k_models = {path: torch.tensor(-2.0), "other": torch.tensor(-1.0)}
+        private_lightning.forget_deleted(trainer, deleted, lambda known: known)
+        found.append([Path(each).name for each in saver.best_k_models])
+    return found
+
+
+def test_a_deleted_file_is_ranked_again_once_it_is_saved_again() -> None:
+    assert run_ranks(1, rank_again) == [[["other"], ["step=2.ckpt", "other"]]]
 
 
 class HeldIO(TorchCheckpointIO):
