@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +13,7 @@ from tests.network.conftest import PACE_S, RENDEZVOUS, STRANGER
 from tests.network.hosts import Hosts, wait_for
 from tests.network.trainings import BACK_S, CALM, END_S, GOES_ON_S, Training
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    needs_etcd,
-    pytest.mark.skipif(shutil.which("etcdctl") is None, reason="reads the leader by etcdctl (Debian: etcd-client)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_etcd]
 
 Measured = Callable[[str, str], None]
 
