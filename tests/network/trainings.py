@@ -172,7 +172,8 @@ class Training:
     def leader(self) -> str:
         """The host whose launcher hosts the rendezvous."""
         url = f"http://{self.hosts.address(self.rendezvous)}:{PORT}/v3/kv/range"
-        answer = json.loads(self._said(self.rendezvous, [sys.executable, "-c", _ASK, url, _key("run/leader")]))
+        question = json.dumps({"key": base64.b64encode(b"/moe-lightning/run/leader").decode()})
+        answer = json.loads(self._said(self.rendezvous, [sys.executable, "-c", _ASK, url, question]))
         address = Address.parse(json.loads(base64.b64decode(answer["kvs"][0]["value"]))["address"])
         return next(name for name in self.members if self.hosts.address(name) == address.host)
 
@@ -371,11 +372,6 @@ class Training:
         said = [f"--- {p.relative_to(self.folder)}: {p.read_text(errors='replace')[-400:]}" for p in sorted(files)]
         made = {name: self.worlds(name) for name in self.members}
         return "\n".join([f"newest step {self.newest()}, exit codes {ends}, worlds {made}", *said])
-
-
-def _key(name: str) -> str:
-    """A question for the value of a key of the run in etcd."""
-    return json.dumps({"key": base64.b64encode(f"/moe-lightning/{name}".encode()).decode()})
 
 
 def set_pace(folder: Path, seconds: float) -> None:

@@ -24,16 +24,22 @@ PATIENCE_S = 20.0
 SETTINGS = ElasticSettings(hang_timeout_s=0.5, build_timeout_s=0.1, start_timeout_s=3.0)
 
 
+def _in_a_world(*peers: str) -> ClientState:
+    """Return a process that trains in its first world with these others."""
+    state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
+    state.start_join(is_ready=True, is_spare=False)
+    members = [state.member_id, *peers]
+    state.receive({"t": "formed", "number": 1, "members": members, "probes": {}, "has_set_up": False}, 0.0)
+    state.guard(state.world.members)
+    return state
+
+
 @pytest.mark.parametrize(
     ("steps", "seconds", "is_ended"),
     [(0, 0.6, False), (0, 2.9, False), (0, 3.1, True), (1, 0.4, False), (1, 0.6, True)],
 )
 def test_who_hangs_in_a_broken_world(steps: int, seconds: float, is_ended: bool) -> None:
-    state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
-    state.start_join(is_ready=True, is_spare=False)
-    members = [state.member_id, "1.b.0"]
-    state.receive({"t": "formed", "number": 1, "members": members, "probes": {}, "has_set_up": False}, 0.0)
-    state.guard(state.world.members)
+    state = _in_a_world("1.b.0")
     for _ in range(steps):
         state.record_progress()
     state.receive({"t": "broken", "number": 1, "reason": "b died", "rating": 3}, 10.0)
@@ -45,11 +51,7 @@ def test_who_hangs_in_a_broken_world(steps: int, seconds: float, is_ended: bool)
 @pytest.mark.parametrize("trains_again", [False, True])
 def test_who_works_on_after_the_training_has_time_though_another_rank_fails(trains_again: bool) -> None:
     """It may export for minutes, and needs no other rank for that; in a collective it would be found."""
-    state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
-    state.start_join(is_ready=True, is_spare=False)
-    members = [state.member_id, "1.b.0"]
-    state.receive({"t": "formed", "number": 1, "members": members, "probes": {}, "has_set_up": False}, 0.0)
-    state.guard(state.world.members)
+    state = _in_a_world("1.b.0")
     state.record_progress()
     state.finish()
     if trains_again:
@@ -62,11 +64,7 @@ def test_who_works_on_after_the_training_has_time_though_another_rank_fails(trai
 @pytest.mark.parametrize("peers", [[], ["1.b.0"]])
 def test_who_trains_alone_has_time_to_come_back_with_the_only_state(peers: list[str]) -> None:
     """It learns at its next step that it was evicted, perhaps after a validation."""
-    state = ClientState(ElasticTask(address="none", secret_file="none", node="a", settings=SETTINGS))
-    state.start_join(is_ready=True, is_spare=False)
-    members = [state.member_id, *peers]
-    state.receive({"t": "formed", "number": 1, "members": members, "probes": {}, "has_set_up": False}, 0.0)
-    state.guard(state.world.members)
+    state = _in_a_world(*peers)
     state.record_progress()
     state.receive({"t": "evicted", "reason": "silent", "probes": {}}, 10.0)
     assert (state.exceeded_limit_s(100.0) is None) == (not peers)

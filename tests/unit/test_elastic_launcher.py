@@ -419,7 +419,7 @@ def test_a_leader_publishes_no_address_that_it_does_not_know(monkeypatch: pytest
 
 
 def test_a_leader_is_dead_only_where_its_own_host_was_reached() -> None:
-    """Of a new one that a firewall refuses this is not known, though this launcher was connected to the former host."""
+    """A new leader behind a firewall that refuses may live, though this launcher was connected to the former host."""
     rendezvous = EtcdRendezvous("https://10.0.0.1:2379", "run", ElasticSettings(membership="etcd"))
     with socket.socket() as unused:  # bound, so that no other test listens there
         unused.bind(("127.0.0.1", 0))
