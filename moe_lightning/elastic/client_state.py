@@ -239,8 +239,9 @@ class ClientState:
 
     def begin_fit(self) -> None:
         """Begin a training, perhaps a further one of a script in the same world."""
-        if self.guarded is not None:
+        if self.guarded is not None and self.guarded.is_done:
             self.guarded.is_done = False
+            self._send(t="begin")
 
     def finish(self) -> None:
         """Announce that the training is done."""
@@ -297,7 +298,7 @@ class ClientState:
             "t": "member", "id": self.member_id, "expected": self._task.expected, "patience": timeouts,
             "probe": None if probe is None else list(probe), "joining": self._join.is_waiting,
             "ready": self._join.is_ready, "number": self._number, "world": reported, "multiple": self._join.multiple,
-            "finished": self._finishes.own,
+            "finished": self._finishes.own, "done": self.guarded is not None and self.guarded.is_done,
         }  # fmt: skip
 
     def receive(self, message: Message, now: float) -> None:

@@ -457,7 +457,9 @@ class RendezvousClient:
             return self._state.has_newcomers(self._clock.now)
 
     def finish(self) -> None:
-        """Announce to processes that wait to join that the training is done."""
+        """Announce that the training is done, to processes that wait to join too. As long as its launcher lives, this
+        process may be silent from now on.
+        """
         with self._changed:
             self._state.finish()
             self._carry_out()
@@ -475,7 +477,9 @@ class RendezvousClient:
     def listen(self) -> None:
         """Begin a training: receive notices from now on, also if a Trainer has replaced the signal handler."""
         self._preemption.listen()
-        self._state.begin_fit()
+        with self._changed:
+            self._state.begin_fit()
+            self._carry_out()
 
     @property
     def notice(self) -> str | None:

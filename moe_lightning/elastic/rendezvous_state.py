@@ -17,6 +17,7 @@ Messages are dictionaries with a kind "t". Those of a worker:
     unreachable   all nodes of its world that do not answer its probes
     leave         it is no member any more
     finish        the run has ended, with this number
+    begin         after that this member begins another training
 
 and those to a worker:
 
@@ -86,6 +87,7 @@ class Member:
         progress: the last count of its steps; -1 if a restarted host does not know it yet.
         multiple: the worlds of its run train in multiples of so many members.
         is_spare: it was notified that it waits until there are enough for a multiple.
+        is_done: it has finished the training, and has begun no other.
     """
 
     id: str
@@ -101,6 +103,7 @@ class Member:
     progress: int = 0
     multiple: int = 1
     is_spare: bool = False
+    is_done: bool = False
 
     @property
     def node(self) -> str:
@@ -419,6 +422,7 @@ class Clients:
     Attributes:
         members: by their ids.
         launchers: by their tokens.
+        launchers_seen: time of the last message of each launcher, by its token.
         nodes: health of the launchers' machines, as they came.
         outbox: (connection, message) to be sent, in order.
         dropped: connections to be closed.
@@ -426,6 +430,7 @@ class Clients:
 
     def __init__(self) -> None:
         self.members, self.launchers = Connections(), Connections()
+        self.launchers_seen: dict[str, float] = {}
         self.nodes: dict[int, NodeHealth] = {}
         self.outbox: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
@@ -509,6 +514,8 @@ class RendezvousState:
         member = self._members.get(self.clients.members.names.get(connection, ""))
         if member is not None:
             member.last_seen = now
+        elif (launcher := self.clients.launchers.names.get(connection)) is not None:
+            self.clients.launchers_seen[launcher] = now
         match message:
             case {"t": "member"}:
                 self._register(connection, message, now, is_local=is_local)
@@ -530,7 +537,7 @@ class RendezvousState:
                     self._record_progress(member, progress, now)
             case {"t": str(kind)} if member is not None:
                 self._receive_from_member(member, kind, message, now)
-            case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "finish"}:
+            case {"t": "join" | "leave" | "broken" | "withdraw" | "unreachable" | "finish" | "begin"}:
                 return  # of a member that has been evicted meanwhile
             case _:
                 raise WireError(f"a message of an unknown kind: {str(message)[:LONGEST_WORD]}")
@@ -557,6 +564,9 @@ class RendezvousState:
                     self._links.report(member, nodes, now)
             case {"t": "finish", "number": number}:
                 self._record_end(number)
+                member.is_done = True
+            case {"t": "begin"}:
+                member.is_done = False
             case _:
                 raise WireError(f"a malformed message of the kind {kind[:LONGEST_WORD]}")
 
@@ -667,11 +677,21 @@ class RendezvousState:
         for member in self._members.values():
             member.last_seen += gap
             member.lost_at = None if member.lost_at is None else member.lost_at + gap
+        seen = self.clients.launchers_seen
+        seen.update({launcher: at + gap for launcher, at in seen.items()})
 
     def _evict_overdue(self, now: float) -> None:
         others_wait = any(member.joining_since is not None for member in self._members.values())
         for member_id, why in overdue_members(self._members.values(), self.world, now, others_wait=others_wait):
-            self._evict(self._members[member_id], f"{self._describe(member_id)} {why}", now)
+            if not self._may_be_silent(self._members[member_id], now):
+                self._evict(self._members[member_id], f"{self._describe(member_id)} {why}", now)
+
+    def _may_be_silent(self, member: Member, now: float) -> bool:
+        """Return True for a connected member that has finished the training, as long as its launcher is heard: an
+        export may hold Python's lock, and the launcher reports how its process ends.
+        """
+        seen = self.clients.launchers_seen.get(launcher_of(token_of(member.id)), -math.inf)
+        return member.is_done and member.lost_at is None and now - seen <= member.timeouts.silence_s
 
     # ------------------------------------------------------------------ members
 
@@ -733,7 +753,7 @@ class RendezvousState:
         member.grace_s = 0.0
         if joins:
             member.joining_since = now if member.joining_since is None else member.joining_since
-        member.has_set_up = is_ready
+        member.has_set_up, member.is_done = is_ready, message.get("done") is True
         self.clients.send_to_launcher(member_id, "arrived")
         self._send_missed(connection, member, world, now)
 

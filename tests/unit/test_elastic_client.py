@@ -216,6 +216,21 @@ def test_each_run_that_a_process_finishes_in_one_world_has_a_number_of_its_own()
         assert state.outbox[-1] == {"t": "finish", "number": number}
 
 
+def test_the_host_knows_whether_a_process_trains_or_has_finished() -> None:
+    state = client()
+    state.begin_fit()
+    state.receive(formed(state, 5, PEERS), 0.0)
+    state.guard(state.world.members)
+    state.begin_fit()
+    assert (state.outbox, state.introduction(None)["done"]) == ([], False)
+    state.finish()
+    assert state.introduction(None)["done"], "to a host that is restarted meanwhile"
+    state.begin_fit()
+    state.begin_fit()
+    assert [message["t"] for message in state.outbox] == ["finish", "begin"]
+    assert not state.introduction(None)["done"]
+
+
 def test_waiting_has_limits() -> None:
     state = client()
     state.start_join(is_ready=False, is_spare=False)

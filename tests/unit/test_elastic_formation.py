@@ -322,6 +322,41 @@ def test_a_launchers_word_frees_the_others_at_once() -> None:
     assert len(crowd.worlds[1][1]) == 1
 
 
+@pytest.mark.parametrize(
+    ("says", "meets_a_new_host", "launcher_lives", "is_evicted"),
+    [
+        ((), False, True, True),
+        (("finish",), False, True, False),
+        ((), True, True, False),  # which it tells that it has finished
+        (("finish",), False, False, True),  # its machine has lost power
+        (("finish", "begin"), False, True, True),  # it trains again
+    ],
+)
+def test_who_has_finished_may_be_silent_while_its_launcher_is_heard(
+    says: tuple[str, ...], meets_a_new_host: bool, launcher_lives: bool, is_evicted: bool
+) -> None:
+    """An export may hold Python's lock for minutes; its launcher reports how its process ends."""
+    crowd = Crowd()
+    for connection, name in ((1, "a"), (2, "b")):
+        crowd.join(connection, name, expected=2)
+    number, _ = crowd.worlds[1]
+    if meets_a_new_host:
+        world = world_of("a", "b", number=number)
+        crowd = Crowd()
+        crowd.join(1, "a", joining=False, number=number, world=world, finished=number, done=True)
+        crowd.join(2, "b", joining=False, number=number, world=world)
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": 2})
+    for kind in says:
+        crowd.say(1, {"t": kind, "number": number})
+    for _ in range(24):
+        crowd.tick(0.5)
+        crowd.say(2, {"t": "beat", "progress": 0})
+        if launcher_lives:
+            crowd.say(9, {"t": "beat", "progress": 0})
+    assert (crowd.last(1, "evicted") is not None) == is_evicted
+    assert (crowd.last(2, "broken") is not None) == is_evicted
+
+
 def test_all_members_are_sent_one_message_of_their_world() -> None:
     crowd = Crowd()
     for connection, name in enumerate("abcd"):

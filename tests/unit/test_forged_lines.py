@@ -123,7 +123,7 @@ LINES: list[Message] = [
     MEMBER, {"t": "launcher"}, {"t": "died", "token": "x", "how": "y"}, {"t": "beat", "progress": 1},
     {"t": "join", "ready": True}, {"t": "leave"}, {"t": "withdraw", "reason": "r"},
     {"t": "broken", "number": 5, "reason": "r", "rating": 1}, {"t": "unreachable", "number": 5, "nodes": ["a"]},
-    {"t": "finish", "number": "x"}, {"kind": "formed", "ids": ["x"]},
+    {"t": "finish", "number": "x"}, {"t": "begin"}, {"kind": "formed", "ids": ["x"]},
     {"t": "formed", "number": 9, "ids": ["x"]}, {},
 ]  # fmt: skip
 
