@@ -181,7 +181,7 @@ class ClientState:
         After an eviction for dead links this process returns once all the same: the nodes behind them may have ended or
         been started again, at endpoints that the host knows. It raises if that world breaks before its next step or an
         agreed change: each further world would break as well, perhaps by errors of this process that come before any
-        probe.
+        probe. It waits without a limit for members that have finished the training, which may export for long.
         """
         settings, eviction = self._task.settings, self.eviction
         if self._return is not None and self._return.has_failed:
@@ -190,7 +190,8 @@ class ClientState:
         if eviction is not None and now - eviction.at > settings.rendezvous_timeout_s:
             self._return = _Return(eviction.reason)
             self.end_probes()
-        if now - started > settings.join_timeout_s and not self._waits_for_a_step:
+        waits_for_others = self._waits_for_a_step or self.is_late()
+        if now - started > settings.join_timeout_s and not waits_for_others:
             raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
 
     def withdraw_if_early(self, now: float) -> bool:

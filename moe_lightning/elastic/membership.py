@@ -210,7 +210,8 @@ class ElasticSettings:
         build_timeout_s: for building groups. gloo waits this long, and cannot be freed, for a member that is lost just
             while connections are made; so it is below `hang_timeout_s`.
         join_timeout_s: how long a member waits for a world, and a world below `min_ranks` for more members; a process
-            that joins a running one waits as long as that needs to its next step.
+            that joins a running one waits as long as that needs to its next step, and a member whose world breaks at
+            the end of the training as long as those live that have finished it.
         join_window_s: newcomers wait at least this long, so that those of one moment join together.
         start_timeout_s: how long the first world waits for all that were started.
         min_ranks: the smallest world that trains; a smaller one holds the state and waits, then saves it and ends.

@@ -307,6 +307,21 @@ def test_who_has_withdrawn_from_a_world_that_trains_waits_as_one_outside_of_it(a
     assert state.is_unneeded()
 
 
+def test_who_repeats_the_end_of_a_training_waits_for_those_that_have_finished_it() -> None:
+    """They may export for longer than any limit, and end with the run if it ends with a mistake."""
+    state = client()
+    state.receive({"t": "state", "finished": 3, "exists": False}, 0.0)
+    state.receive(formed(state, 5, PEERS), 0.0)
+    state.guard(state.world.members)
+    state.receive({"t": "broken", "number": 5, "reason": "one died", "rating": 3}, 0.0)
+    state.start_join(is_ready=True, is_spare=False)
+    with pytest.raises(WorldTooSmall, match="no world within 60 s"):
+        state.check_wait(0.0, 60.1)
+    state.receive({"t": "finished", "finished": 5}, 0.0)
+    state.check_wait(0.0, 1e6)
+    assert not state.is_unneeded(), "it may hold state, and has to export"
+
+
 def test_newcomers_of_one_moment_join_together() -> None:
     state = client()
     state.receive({"t": "waiting", "count": 1}, 5.0)
