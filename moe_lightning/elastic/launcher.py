@@ -666,6 +666,7 @@ class _Workers:
         for slot in self._starts:
             self._start(slot)
         self._print_processes(self._starts)
+        warn_at = self._launcher.settings.rendezvous_timeout_s
         while self._running or self._due:
             for slot, worker in list(self._running.items()):
                 code = worker.process.poll()
@@ -675,6 +676,7 @@ class _Workers:
             self._read_messages()
             if self._is_over:
                 self._end_late_workers()
+            warn_at = self._warn_of_silent_host(warn_at)
             self._start_due()
             time.sleep(_ELASTIC_POLL_S)
         if self._failures.crash is not None:  # after the training
@@ -687,6 +689,29 @@ class _Workers:
     def _is_over(self) -> bool:
         """True if a member ended well or stopped with all others, so the training is over."""
         return not self._ends.isdisjoint({0, EXIT_STOPPED})
+
+    def _warn_of_silent_host(self, warn_at: float) -> float:
+        """Warn once if the host does not answer while workers run: one in this process may have ended for a defect.
+
+        Args:
+            warn_at: time of the warning, if there is no answer before.
+
+        Returns:
+            The same for the next call.
+        """
+        now, link, limit = self._clock.tick(), self._connection, self._launcher.settings.rendezvous_timeout_s
+        if link.is_connected:
+            return now + limit
+        if not self._running or now <= warn_at:
+            return warn_at
+        cure = "see that it runs and can be reached"
+        if self._launcher.rdzv_endpoint is None:
+            cure = "it ended with the error above, so end this command and give it again, which resumes"
+        _print_line(
+            f"{self._launcher.program}: the rendezvous host at {link.address} has not answered for {limit:g} s "
+            f"({link.error}): the ranks train on until one fails or leaves; {cure}"
+        )
+        return math.inf
 
     def _start_due(self) -> None:
         """Start the workers that are due again, if there is a rendezvous host that would admit them.

@@ -248,6 +248,28 @@ def test_nohup_still_protects_after_a_worker_that_could_not_be_started() -> None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "cure"),
+    [
+        ({}, "end this command and give it again"),
+        ({"rdzv_endpoint": "127.0.0.1:1", "secret_file": "secret"}, "see that it runs"),
+    ],
+    ids=["embedded", "elsewhere"],
+)
+def test_a_launcher_says_once_that_the_host_does_not_answer(
+    machine: Machine, endpoint: dict[str, Any], cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that it embeds may have ended for a defect: the others could not go on after a fault."""
+    machine.link.is_connected, machine.link.error = False, "connection refused"
+    machine.script = lambda slot, starts: "sleep 1"
+    settings = ElasticSettings(rendezvous_timeout_s=0.2)
+    machine.run(program="elastic", settings=settings, check_health=False, **endpoint)
+    said = [line for line in capsys.readouterr().err.splitlines() if "has not answered" in line]
+    assert len(said) == 1
+    assert said[0].startswith("elastic: the rendezvous host at 127.0.0.1:1 has not answered for 0.2 s")
+    assert cure in said[0]
+
+
 @pytest.mark.parametrize("is_elastic", [False, True], ids=["local", "elastic"])
 def test_a_signal_during_the_start_of_a_worker_leaves_none_behind(
     is_elastic: bool, machine: Machine, monkeypatch: pytest.MonkeyPatch
