@@ -296,8 +296,8 @@ class ClientState:
         if self.guarded is not None:
             self.guarded.unreachable = frozenset()
         return {
-            "t": "member", "id": self.member_id, "expected": self._task.expected, "patience": timeouts,
-            "probe": None if probe is None else list(probe), "joining": self._join.is_waiting,
+            "t": "member", "id": self.member_id, "expected": 1 if self._is_alone else self._task.expected,
+            "patience": timeouts, "probe": None if probe is None else list(probe), "joining": self._join.is_waiting,
             "ready": self._join.is_ready, "number": self._number, "world": reported, "multiple": self._join.multiple,
             "finished": self._finishes.own, "done": self.guarded is not None and self.guarded.is_done,
         }  # fmt: skip
@@ -405,7 +405,7 @@ class ClientState:
         has the only state.
         """
         since, settings = self.awaited_since, self._task.settings
-        if self.guarded is not None and (self.guarded.is_done or self.guarded.members.size == 1):
+        if self._is_alone or (self.guarded is not None and self.guarded.is_done):
             return None
         limit_s = settings.hang_timeout_s
         if self.progress == 0:
@@ -418,6 +418,11 @@ class ClientState:
     def _number(self) -> int:
         """Number of the newest world."""
         return 0 if self.world is None else self.world.members.number
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if the guarded world has no other rank, so this process has the only state, and waits for no other."""
+        return self.guarded is not None and self.guarded.members.size == 1
 
     def _is_inside(self) -> bool:
         """Return True if this process is in the newest world, and so may hold state that no other does."""

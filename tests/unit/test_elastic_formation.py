@@ -421,6 +421,22 @@ def test_who_is_left_out_for_a_dead_link_learns_whom_to_probe() -> None:
     assert crowd.last(0, "waiting") == {"t": "waiting", "count": 1}
 
 
+@pytest.mark.parametrize("peers", [(), ("b",)])
+def test_who_comes_back_from_a_world_of_its_own_waits_for_no_others(peers: tuple[str, ...]) -> None:
+    """It has the only state, and the others that were started may never come; peers would come back, too."""
+    state = ClientState(ElasticTask(address="none", secret_file="none", node="a", token="a", expected=3))
+    state.start_join(is_ready=True, is_spare=False)
+    members = [state.member_id, *(f"{name}.node-{name}.token-{name}" for name in peers)]
+    state.receive({"t": "formed", "number": 7, "members": members, "probes": {}, "has_set_up": True}, 0.0)
+    state.guard(state.world.members)
+    state.receive({"t": "evicted", "reason": "silent", "probes": {}}, 1.0)
+    state.start_join(is_ready=True, is_spare=False)
+    state.rename()
+    crowd = Crowd()
+    crowd.say(1, state.introduction(None))
+    assert (crowd.last(1, "formed") is None) == bool(peers)
+
+
 def test_a_launcher_that_connects_learns_of_its_workers() -> None:
     """A host that was replaced may have told nobody of the world that it formed last."""
     crowd = Crowd()
