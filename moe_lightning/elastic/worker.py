@@ -289,6 +289,19 @@ def _stack_of_main_thread() -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
+AT_FAILURE: list[Callable[[Exception], object]] = []
+"""Functions that get the exception that ends this process, before exit handlers run, which may upload for minutes."""
+
+
+def _run(run: Callable[[], object]) -> None:
+    try:
+        run()
+    except Exception as error:
+        for call in [*AT_FAILURE]:  # each may remove itself
+            call(error)
+        raise
+
+
 def work(program: str, run: Callable[[], object]) -> int:
     """Run a worker's part, which ends with its launcher at the latest, and return the exit code.
 
@@ -299,7 +312,7 @@ def work(program: str, run: Callable[[], object]) -> int:
     outlive_readers()
     end_with_launcher()
     try:
-        run()
+        _run(run)
     except KeyboardInterrupt as stop:
         is_agreed = isinstance(stop, Interrupted) and ELASTIC_VARIABLE in os.environ
         return EXIT_STOPPED if is_agreed else EXIT_INTERRUPTED

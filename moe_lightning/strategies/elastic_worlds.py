@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -41,7 +42,14 @@ from moe_lightning.elastic.faults import (
     release_frames,
 )
 from moe_lightning.elastic.membership import Members, Membership
-from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished, signature_of, take_over_terminal
+from moe_lightning.elastic.worker import (
+    AT_FAILURE,
+    PeerFailed,
+    Preempted,
+    RunFinished,
+    signature_of,
+    take_over_terminal,
+)
 from moe_lightning.errors import ConfigurationError, StateDamagedError, WorldAbortedError
 from moe_lightning.parallel.abort import build_world, destroy_groups, store_barrier
 from moe_lightning.parallel.collectives import all_gather_json
@@ -215,6 +223,7 @@ class ElasticWorlds:
         """
         self._strategy.worlds.allow_changes()
         atexit.register(self._close_at_exit)
+        AT_FAILURE.append(self.close)
         gc.collect()
         gc.freeze()  # the libraries' objects; a collection in the middle of a recovery need not look at them
         first = first_world(self.engine, self._build)
@@ -304,6 +313,8 @@ class ElasticWorlds:
             error: that ends this process, if one does.
         """
         atexit.unregister(self._close_at_exit)
+        with suppress(ValueError):  # never joined, or closed before
+            AT_FAILURE.remove(self.close)
         gc.unfreeze()
         failure = None
         if error is not None and self.members is not None and not isinstance(error, Preempted | RunFinished):

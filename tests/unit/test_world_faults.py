@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from moe_lightning import ExpertParallelStrategy, parallel
 from moe_lightning.cli import training
 from moe_lightning.elastic.faults import explain, is_world_fault, reason_of, release_frames
-from moe_lightning.elastic.membership import ElasticSettings, ElasticTask
+from moe_lightning.elastic.membership import ElasticSettings, ElasticTask, Members
 from moe_lightning.elastic.rendezvous_client import RendezvousClient
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
-from moe_lightning.elastic.worker import PeerFailed, Preempted, RunFinished
+from moe_lightning.elastic.worker import FAILURE_FILE_VARIABLE, PeerFailed, Preempted, RunFinished, work
 from moe_lightning.errors import ConfigurationError, WorldAbortedError
 from moe_lightning.strategies import failures
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
@@ -227,3 +228,39 @@ def test_the_others_need_not_wait_for_exit_handlers_of_a_rank_that_failed(
             wait_until(lambda: other.reason is not None)
             assert other.wait_for_cause() == f"rank {worlds[1].rank} on node a failed: ValueError: no"
         assert other.join().size == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), Preempted("it shall leave")])
+def test_the_others_need_not_wait_for_exit_handlers_of_a_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    """Those of a script run when `work` has returned."""
+    monkeypatch.setenv(FAILURE_FILE_VARIABLE, str(tmp_path / "failure.json"))
+    monkeypatch.setenv("RANK", "1")
+    with RendezvousServer() as host, ExitStack() as stack, ThreadPoolExecutor() as pool:
+        where = {"address": str(host.address), "secret_file": str(host.secret_file), "node": "a"}
+        task = ElasticTask(**where, expected=2, settings=SETTINGS)
+        other = stack.enter_context(closing(RendezvousClient(replace(task, token="x"))))
+        failing = stack.enter_context(closing(RendezvousClient(replace(task, token="y"))))
+        elastic = ElasticWorlds(MagicMock(spec=ExpertParallelStrategy, state=MagicMock(), worlds=MagicMock()), failing)
+
+        def build(members: Members) -> Any:
+            elastic.members = members
+            failing.guard(members, lambda: None)
+            return MagicMock()
+
+        monkeypatch.setattr(elastic, "_build", build)
+        joined = pool.submit(other.join)
+
+        def script() -> None:
+            elastic.join_first(1)
+            raise error
+
+        assert work("elastic", script) == (76 if isinstance(error, Preempted) else 1)
+        other.guard(joined.result(), lambda: None)
+        if isinstance(error, Preempted):
+            assert failing._closed.is_set()
+            assert other.reason is None, "it has left in order"
+        else:
+            wait_until(lambda: other.reason is not None)
+            assert other.wait_for_cause() == f"rank {elastic.members.rank} on node a failed: ValueError: no"
