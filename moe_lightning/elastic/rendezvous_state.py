@@ -314,7 +314,10 @@ class DeadLinks:
         }
         silent = {m.node for m in inside if now - m.last_seen > m.timeouts.silence_s / 2 or m.lost_at is not None}
         if any(link & silent for link in dead):
-            return []  # a member that is silent to the host too falls under the silence timeout
+            # A member that is silent to the host too falls under the silence timeout. When it is heard again the others
+            # first have time to withdraw their reports.
+            self._decide_at = now + decision_s(inside[0].timeouts.silence_s)
+            return []
         self._decide_at = None
         staying = connected_nodes(inside, dead)
         return [

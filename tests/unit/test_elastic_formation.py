@@ -421,6 +421,27 @@ def test_who_is_left_out_for_a_dead_link_learns_whom_to_probe() -> None:
     assert crowd.last(0, "waiting") == {"t": "waiting", "count": 1}
 
 
+@pytest.mark.parametrize("is_withdrawn", [True, False])
+def test_a_rank_that_was_silent_for_a_while_is_left_out_only_if_its_link_stays_dead(is_withdrawn: bool) -> None:
+    """A call that holds Python's lock answers neither probes nor the host."""
+    crowd = Crowd()
+    for connection, name in enumerate("abc"):
+        crowd.join(connection, name, expected=3, probe=["10.0.0.1", 1000 + connection])
+    number, _ = crowd.worlds[0]
+    for seconds in range(8):
+        crowd.tick(0.5)
+        for connection in (0, 1):
+            crowd.say(connection, {"t": "beat", "progress": 0})
+        if seconds == 5:
+            crowd.say(0, {"t": "unreachable", "number": number, "nodes": ["node-c"]})
+    crowd.say(2, {"t": "beat", "progress": 0})
+    assert crowd.last(2, "evicted") is None, "the replies to the others are on their way"
+    if is_withdrawn:
+        crowd.say(0, {"t": "unreachable", "number": number, "nodes": []})
+    crowd.tick(0.3)
+    assert (crowd.last(2, "evicted") is None) == is_withdrawn
+
+
 @pytest.mark.parametrize("peers", [(), ("b",)])
 def test_who_comes_back_from_a_world_of_its_own_waits_for_no_others(peers: tuple[str, ...]) -> None:
     """It has the only state, and the others that were started may never come; peers would come back, too."""
