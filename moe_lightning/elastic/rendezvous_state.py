@@ -316,7 +316,7 @@ class DeadLinks:
         if any(link & silent for link in dead):
             # A member that is silent to the host too falls under the silence timeout. When it is heard again the others
             # first have time to withdraw their reports.
-            self._decide_at = now + decision_s(inside[0].timeouts.silence_s)
+            self._decide_at = now + decision_s(max(member.timeouts.silence_s for member in inside))
             return []
         self._decide_at = None
         staying = connected_nodes(inside, dead)
