@@ -203,7 +203,7 @@ class FaultRecovery(ExpertParallelCallback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = _strategy(trainer)
         if step := strategy.elastic.step:
-            step.end_validation()
+            step.begin_batch()
         if strategy.elastic.change_is_due:
             raise MembersChange(MEMBERS_CHANGE)
         faults = {

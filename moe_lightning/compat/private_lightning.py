@@ -37,7 +37,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -952,6 +952,36 @@ def was_compiled(module: pl.LightningModule) -> bool:
 def logged_values(trainer: pl.Trainer) -> list[Any]:
     """Return the values that the running loop has logged, each a Metric with `meta`."""
     return list(trainer._results.values()) if trainer._results is not None else []
+
+
+def logged_so_far(trainer: pl.Trainer) -> Callable[[], None]:
+    """Return a function that restores the present values of what training has logged in its epoch; it may be called
+    once. Values that are logged for the first time until then are reset. No public name reads or sets them.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    entries = {key: dict(vars(entry)) for key, entry in results.items()}  # whose values are replaced, not changed
+    parts = [part for entry in results.values() if not entry.is_tensor for part in entry.value.modules()]
+    metrics = [(part, _copy(part.metric_state), part.update_count) for part in parts if isinstance(part, Metric)]
+
+    def restore() -> None:
+        for key, entry in results.items():
+            if key in entries:
+                vars(entry).update(entries[key])
+            else:
+                entry.reset()
+        for metric, values, updates in metrics:
+            set_values(metric, values, updates)
+
+    return restore
+
+
+def _copy(states: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in states.items()}
+
+
+def forget_logged(trainer: pl.Trainer) -> None:
+    """Reset what training has logged in its epoch, as it is where a run resumes. No public name does so."""
+    trainer.fit_loop.epoch_loop._results.reset()
 
 
 def compare_reduced(trainer: pl.Trainer, compare: Callable[[list[str]], None]) -> None:

@@ -375,6 +375,7 @@ class CommittedStep:
         self.ended = -1
         self.progress: FitProgress | None = None
         self.batch = UnfinishedBatch(state)
+        self._logged: tuple[int, Callable[[], None]] | None = None  # what restores it, by the step before it
 
     @property
     def place(self) -> str:
@@ -429,6 +430,15 @@ class CommittedStep:
         self.version = self.ended = trainer.global_step
         self.batch.record_end(self.version, outputs, batch, batch_idx)
         return True
+
+    def begin_batch(self) -> None:
+        """Note that all hooks of the validation after the last step have ended, and keep what its epoch has logged: the
+        batches of the next step may be repeated.
+        """
+        self.end_validation()
+        trainer = self._state.trainer
+        if self._logged is None or self._logged[0] != trainer.global_step:
+            self._logged = trainer.global_step, private_lightning.logged_so_far(trainer)
 
     def begin_validation(self) -> None:
         """Keep the decisions of callbacks before a validation that is repeated after a fault. One after a step is due
@@ -504,6 +514,7 @@ class CommittedStep:
             saved = self._state.restored
             assert saved is not None
             self.progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
+            private_lightning.forget_logged(trainer)
             self.batch.forget()
         trainer.should_stop &= is_live  # else as in a resumed run: checkpoints do not hold it
 
@@ -511,6 +522,10 @@ class CommittedStep:
         """Restore the fit loop to the step; its next run resumes there."""
         assert self.progress is not None, "it was received"
         self.progress = self.progress.restore(self._state.trainer)
+        # An end of the epoch that is repeated leaves batches out of which a stop has made no step.
+        if self._logged is not None and self._logged[0] == self.progress.step and not self.progress.epoch_is_over:
+            self._logged[1]()
+        self._logged = None
         self.is_torn, self.prepared = False, None
 
     def finish(self, world: World, deleted: Container[str]) -> None:
@@ -523,8 +538,7 @@ class CommittedStep:
         any batch, also one that the validation decides. Each further change of members before the next epoch repeats
         both once more, such as each rank that joins while too few wait there: slow, but nothing is counted twice.
 
-        Values that were logged in the epoch are dropped where they are of steps that are lost, or of some ranks only,
-        which cannot reduce them together.
+        Values that were logged in the epoch are dropped at its end where some ranks lack them: all reduce them.
 
         Args:
             deleted: checkpoint files, which callbacks that went back to earlier states, or to a saved one, forget.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
@@ -74,7 +75,7 @@ def lose(trainer: pl.Trainer) -> None:
 
 
 class Module(GPTModule):
-    """Logs a value that each step improves, and a sum over the epoch.
+    """Logs a value that each step improves, and a sum over the epoch, of which a metric has the same.
 
     Attributes:
         is_worse: validations find a value that is worse than any before.
@@ -82,9 +83,15 @@ class Module(GPTModule):
 
     is_worse = False
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.batches = SumMetric()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("left", -float(self.trainer.global_step))
         self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.batches.update(1.0)
+        self.log("batches of a metric", self.batches, on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -163,7 +170,7 @@ class Saver(ModelCheckpoint):
 
 class Counting(pl.Callback):
     """Counts validations and epochs; loses a rank once: in the first or second validation, in the batch after the
-    second, or at the end of the last epoch.
+    second, at the end of the last epoch, or in the backward pass after a step.
     """
 
     def __init__(self, fault: str, final: int) -> None:
@@ -183,11 +190,18 @@ class Counting(pl.Callback):
             self._fault = ""
             lose(trainer)
 
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._fault == f"after step {trainer.global_step}":
+            self._fault = ""
+            lose(trainer)
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._fault == "epoch" and trainer.global_step == self._final:
             self._fault = ""
             lose(trainer)
-        self.epochs[trainer.global_step] = int(trainer.callback_metrics["batches"])
+        metrics = trainer.callback_metrics
+        assert metrics["batches of a metric"] == metrics["batches"]
+        self.epochs[trainer.global_step] = int(metrics["batches"])
 
 
 def inputs() -> tuple[pl.LightningModule, DataLoader[Any], DataLoader[Any]]:
@@ -348,7 +362,14 @@ def test_a_validation_within_a_step_is_repeated_with_its_batches(fault: str) -> 
     plan = Plan({"val_check_interval": 3, "accumulate_grad_batches": 2})
     ((calm, found),) = run_ranks(1, decide, ["", fault], plan, 0)
     assert (calm.num_waits, calm.ended) == (1, [1, 3])
-    assert found._replace(ended=sorted({*found.ended}), epochs=calm.epochs) == calm
+    assert found._replace(ended=sorted({*found.ended})) == calm
+
+
+def test_averages_of_an_epoch_count_repeated_batches_once() -> None:
+    faults = [f"after step {step}" for step in (0, 1, EPOCH)]
+    ((calm, *found),) = run_ranks(1, decide, ["", *faults], Plan({}), 0)
+    assert calm.epochs == {EPOCH: EPOCH, 2 * EPOCH: EPOCH}
+    assert [each[:-1] for each in found] == [calm[:-1]] * len(faults)
 
 
 class Breaking(pl.Callback):

@@ -93,9 +93,12 @@ def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
     state: Any = SimpleNamespace(trainer=trainer, restored=SimpleNamespace(read_object=lambda _: saved))
     step, world = CommittedStep(state), World.single()
     trainer.should_stop = True
+    logged = trainer.fit_loop.epoch_loop._results
+    logged.log("training_step", "tokens", torch.tensor(1.0), reduce_fx="sum")
     for plan in [plan_of("memory"), *[plan_of("live", 0)] * faults]:
         step.receive(plan, world)
     assert not trainer.should_stop
+    assert not [*logged.valid_items()]
     assert step.progress is not None
     assert step.progress.went_back
     for _ in range(2):  # it is known once, for a recovery may come when the validation has ended
