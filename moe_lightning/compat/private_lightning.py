@@ -291,6 +291,13 @@ def step_schedulers(trainer: pl.Trainer, indices: Sequence[int]) -> None:
         progress.increment_completed()
 
 
+def step_plateaus(trainer: pl.Trainer) -> None:
+    """Let schedulers of plateaus that count steps follow the last one, as the epoch loop does, which has no public name
+    for it.
+    """
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+
 def steps_of_training(trainer: pl.Trainer) -> int | None:
     """Optimizer steps of the whole training; None if nobody knows: Lightning's own number then is infinite where epochs
     have no limit, and -1 where they have no length.

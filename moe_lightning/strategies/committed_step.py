@@ -38,8 +38,9 @@ class FitProgress:
         loops: state_dict of the fit loop and its parts.
         loaders: positions of the training loaders.
         lr_schedulers: their state_dicts.
-        lr_schedulers_next_epoch: the same after the end of the epoch, at which plateaus count; None before.
-        rates: learning rates of each optimizer's groups, before plateaus lower them.
+        lr_schedulers_next: the same as the next batch or epoch begins, after plateaus that count the step or epoch, and
+            after a validation; None before.
+        rates: learning rates of each optimizer's groups, before these lower them.
         precision: state of the precision plugin: the scale of the loss under float16.
         validation_is_due: a validation follows this step, which no recovery has repeated, and the next batch or epoch
             has not begun yet.
@@ -57,7 +58,7 @@ class FitProgress:
     loops: dict[str, Any]
     loaders: list[dict[str, Any]]
     lr_schedulers: list[dict[str, Any]]
-    lr_schedulers_next_epoch: list[dict[str, Any]] | None = None
+    lr_schedulers_next: list[dict[str, Any]] | None = None
     rates: list[list[float | Tensor]] = field(default_factory=list)
     precision: dict[str, Any] = field(default_factory=dict)
     validation_is_due: bool = False
@@ -77,30 +78,28 @@ class FitProgress:
     @classmethod
     def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
         """Record the progress of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
-        loop = trainer.fit_loop
+        loop, schedulers = trainer.fit_loop, _schedulers(trainer)
         return cls(
             validation_is_due=after_step and private_lightning.is_validation_due(trainer),
             epoch_is_over=after_step and loop.epoch_loop.batch_progress.is_last_batch,
             step=trainer.global_step,
             loops=copy.deepcopy(loop.state_dict()),
             loaders=loader_states(trainer.train_dataloader),
-            lr_schedulers=_schedulers(trainer),
+            lr_schedulers=schedulers,
+            lr_schedulers_next=None if after_step else schedulers,
             rates=[
                 [copy.deepcopy(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers
             ],
             precision=trainer.precision_plugin.state_dict(),
         )
 
+    def after_validation(self, trainer: pl.Trainer) -> FitProgress:
+        """Return the progress after the same step once the next batch begins."""
+        return replace(self, validation_is_due=False, lr_schedulers_next=_schedulers(trainer))
+
     def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
         """Return the progress after the same step, in `on_train_epoch_start` of the next epoch."""
-        schedulers = _schedulers(trainer)
-        return replace(
-            self,
-            validation_is_due=False,
-            epoch_is_over=False,
-            decisions_later=None,
-            lr_schedulers_next_epoch=schedulers,
-        )
+        return replace(self.after_validation(trainer), epoch_is_over=False, decisions_later=None)
 
     def dump(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return the progress for another rank, with the live state of the callbacks, and of what hooks of the module
@@ -157,12 +156,12 @@ class FitProgress:
         private_lightning.abandon_validation(trainer)  # the fault may have come in the middle of one
         loop.load_state_dict(copy.deepcopy(self.loops))
         follow_schedule(trainer)
-        ended = None if self.epoch_is_over else self.lr_schedulers_next_epoch
+        ended = None if self.epoch_is_over else self.lr_schedulers_next
         for config, state in zip(trainer.lr_scheduler_configs, ended or self.lr_schedulers, strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
         counts_steps = any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs)
-        # Plateaus may have lowered them since, on some ranks.
-        if ended is None and (self.epoch_is_over or counts_steps):
+        # Plateaus or a validation may have lowered them since, on some ranks.
+        if ended is None and (self.epoch_is_over or self.validation_is_due or counts_steps):
             self._restore_rates(trainer)
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)
@@ -210,9 +209,9 @@ def shared_progress(
     if is_live and _step_of(own) != version == trainer.global_step:
         # It failed between the update and the end of its step, or before its first one.
         own = FitProgress.of(trainer, after_step=own is not None)
-    mine = [-1] * 4
+    mine = [-1] * 5
     if is_live and own is not None:
-        mine = [own.step, own.validation_is_due, own.epoch_is_over, own.went_back]
+        mine = [own.step, own.validation_is_due, own.epoch_is_over, own.went_back, own.lr_schedulers_next is None]
     everyones = all_gather_json(mine, world)
     steps = [step for step, *_ in everyones]
     if any(step != version for step in steps):
@@ -224,8 +223,15 @@ def shared_progress(
     assert own is not None
     # What is due on any rank is repeated on those that were ahead of it.
     flags = zip(*(entry[1:] for entry in everyones if entry[0] == version), strict=True)
-    validation, epoch, went_back = map(any, flags)
-    return replace(own, validation_is_due=validation, epoch_is_over=epoch, went_back=went_back)
+    validation, epoch, went_back, is_next_unknown = map(any, flags)
+    schedulers = None if is_next_unknown else own.lr_schedulers_next
+    return replace(
+        own,
+        validation_is_due=validation,
+        epoch_is_over=epoch,
+        went_back=went_back,
+        lr_schedulers_next=schedulers,
+    )
 
 
 def _step_of(own: FitProgress | None) -> int:
@@ -435,7 +441,7 @@ class CommittedStep:
         """Note that all hooks of the validation after the last step have ended, and keep what its epoch has logged: the
         batches of the next step may be repeated.
         """
-        self.end_validation()
+        self._end_validation()
         trainer = self._state.trainer
         if self._logged is None or self._logged[0] != trainer.global_step:
             self._logged = trainer.global_step, private_lightning.logged_so_far(trainer)
@@ -453,11 +459,6 @@ class CommittedStep:
         elif progress.decisions_later is None:
             self.progress = replace(progress, decisions_later=private_lightning.decisions(trainer))
 
-    def end_validation(self) -> None:
-        """Note that all hooks of the validation after the last step have ended."""
-        if self.progress is not None and self.progress.validation_is_due:
-            self.progress = replace(self.progress, validation_is_due=False)
-
     def end_epoch(self) -> None:
         """Keep the decisions of callbacks, and what the last step has logged, before the end of an epoch. A stop ends
         it at any batch, also within a step.
@@ -471,6 +472,11 @@ class CommittedStep:
         """Note that another epoch begins."""
         if self.progress is not None:
             self.progress = self.progress.after_epoch(self._state.trainer)
+
+    def _end_validation(self) -> None:
+        progress = self.progress
+        if progress is not None and (progress.validation_is_due or progress.lr_schedulers_next is None):
+            self.progress = progress.after_validation(self._state.trainer)
 
     # ------------------------------------------------------------------ recovering
 
@@ -530,13 +536,14 @@ class CommittedStep:
 
     def finish(self, world: World, deleted: Container[str]) -> None:
         """Do what was due after the step that was restored: hooks of its batch that the fault kept from running, a
-        validation, and the end of the epoch; Lightning itself, restored to this state, skips all. Collective.
+        validation, and the end of the epoch, or else plateaus that count the step; Lightning itself, restored to this
+        state, skips all. Collective.
 
-        The last two are repeated whole if the fault came before the next batch or epoch, because hooks that have ended
-        here may have failed on another rank. Callbacks that stop or save by what is monitored go back to their states
-        before them: they count no such validation twice, and save what they had only noted. A stop ends the epoch at
-        any batch, also one that the validation decides. Each further change of members before the next epoch repeats
-        both once more, such as each rank that joins while too few wait there: slow, but nothing is counted twice.
+        All of it is repeated whole if the fault came before the next batch or epoch, because hooks that have ended here
+        may have failed on another rank. Callbacks that stop or save by what is monitored go back to their states before
+        it: they count no such validation twice, and save what they had only noted. A stop ends the epoch at any batch,
+        also one that the validation decides. Each further change of members before the next epoch repeats all once
+        more, such as each rank that joins while too few wait there: slow, but nothing is counted twice.
 
         Values that were logged in the epoch are dropped at its end where some ranks lack them: all reduce them.
 
@@ -562,5 +569,7 @@ class CommittedStep:
             private_lightning.run_validation(trainer)
         if progress.is_in_a_batch and (progress.epoch_is_over or trainer.fit_loop.done):
             private_lightning.end_epoch(trainer, drop_logged=some_adopted)
-        else:
-            self.end_validation()
+            return
+        if progress.lr_schedulers_next is None and not some_adopted:  # who has not made the step may lack its metric
+            private_lightning.step_plateaus(trainer)
+        self._end_validation()

@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,30 +100,43 @@ class Module(GPTModule):
 
 
 class OnPlateau(Module):
-    """Halves the rate after two steps without improvement, of which there is none; loses a rank once after that.
+    """Halves the rate after two steps without improvement, of which there is none; loses a rank once after the third
+    step.
 
     Attributes:
         rates: of each batch.
     """
 
-    def __init__(self, fault: bool) -> None:
+    def __init__(self, *, is_validated: bool, is_hit: bool) -> None:
         super().__init__(TINY)
-        self._fault = fault
+        self._is_validated, self._is_hit = is_validated, is_hit
         self.rates: list[float] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=1)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": plateau, "monitor": "left", "interval": "step"},
-        }
+        each = {"interval": "epoch", "frequency": 99} if self._is_validated else {"interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "left", **each}}
+
+    def on_validation_epoch_end(self) -> None:
+        if self._is_validated:
+            self.lr_schedulers().step(-float(self.trainer.global_step))  # type: ignore[union-attr, call-arg]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        if self._fault and self.rates[-1] < 1:
-            self._fault = False
+        self.lose_once()
+
+    def lose_once(self) -> None:
+        if self.trainer.global_step == 3 and not self._is_hit:
+            self._is_hit = True
             lose(self.trainer)
+
+
+class Early(pl.Callback):
+    """Loses the rank of the module before other callbacks know that the next batch begins."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        pl_module.lose_once()  # type: ignore[operator]
 
 
 class Stopping(EarlyStopping):
@@ -395,22 +408,27 @@ def test_a_validation_in_whose_middle_a_run_resumes_is_repeated(tmp_path: Path) 
     assert found._replace(ended=sorted({*found.ended})) == calm
 
 
-def plateaus(rank: int, world_size: int, faults: list[bool]) -> list[list[float]]:
+def plateaus(rank: int, world_size: int, *, is_validated: bool) -> list[list[float]]:
     found = []
-    for index, fault in enumerate(faults):
+    befores: list[list[pl.Callback]] = [[], [], [Early()]]
+    for index, before in enumerate(befores):
         if dist.is_initialized():
             dist.destroy_process_group()
         take_part(f"planned {index}", ((0,), (0,)), 0, Path(f"store {index}").resolve())
-        module = OnPlateau(fault)
-        make_trainer(rank, world_size, callbacks=[FaultRecovery()], max_epochs=2).fit(module, inputs()[1])
+        module = OnPlateau(is_validated=is_validated, is_hit=index == 0)
+        options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 1 / EPOCH}
+        make_trainer(rank, world_size, callbacks=[*before, FaultRecovery()], **options).fit(module, *inputs()[1:])
         found.append(module.rates)
     return found
 
 
-def test_a_rate_that_a_plateau_of_steps_has_lowered_is_not_lowered_twice() -> None:
-    ((calm, found),) = run_ranks(1, plateaus, [False, True])
+@pytest.mark.parametrize("is_validated", [False, True], ids=["steps", "validations"])
+def test_a_plateau_counts_each_step_once(is_validated: bool) -> None:
+    """The fault comes as all ranks are in the next batch, or perhaps not all of them."""
+    ((calm, later, sooner),) = run_ranks(1, partial(plateaus, is_validated=is_validated))
     assert calm == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
-    assert found == [1.0, 1.0, 1.0, 0.5, 1.0, 0.5, 0.5, 0.25, 0.25]  # the update of the third step is left out
+    assert later == [*calm[:4], *calm[3:]]
+    assert sooner == calm
 
 
 class Interrupted(LatestCheckpoint):
