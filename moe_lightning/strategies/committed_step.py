@@ -46,8 +46,9 @@ class FitProgress:
             has not begun yet.
         epoch_is_over: the step is the last one of an epoch, or its end has begun, and the next one has not begun yet.
         decisions: `private_lightning.decisions` before that validation, until the next step; None before.
-        decisions_later: the same after it, before the end of the epoch, or before a validation that Lightning itself
-            repeats as it goes on from here, within the next step or resumed in its middle; None before.
+        decisions_at_end: the same before the end of the epoch, until the next step; None before.
+        decisions_later: the same before a validation that Lightning itself repeats as it goes on from here, within the
+            next step or resumed in its middle; None before.
         is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
         went_back: the run has gone back to this step, and made no other since.
         is_adopted: True if this rank, or one that it has finished the step with, has it from another rank or a
@@ -64,6 +65,7 @@ class FitProgress:
     validation_is_due: bool = False
     epoch_is_over: bool = False
     decisions: dict[str, Any] | None = None
+    decisions_at_end: dict[str, Any] | None = None
     decisions_later: dict[str, Any] | None = None
     is_saved: bool = False
     went_back: bool = False
@@ -466,7 +468,7 @@ class CommittedStep:
         self.batch.record_end_of_epoch()
         if self.progress is not None:
             decisions = private_lightning.decisions(self._state.trainer)
-            self.progress = replace(self.progress, epoch_is_over=True, decisions_later=decisions)
+            self.progress = replace(self.progress, epoch_is_over=True, decisions_at_end=decisions)
 
     def begin_epoch(self) -> None:
         """Note that another epoch begins."""
@@ -561,7 +563,9 @@ class CommittedStep:
             )
         progress, trainer = self.progress, self._state.trainer
         assert progress is not None, "it was restored"
-        decisions = progress.decisions if progress.validation_is_due else progress.decisions_later
+        decisions = progress.decisions_at_end if progress.epoch_is_over else progress.decisions_later
+        if progress.validation_is_due:
+            decisions = progress.decisions
         if decisions is not None:
             private_lightning.take_back_decisions(trainer, decisions)
         private_lightning.forget_deleted(trainer, deleted, lambda known: broadcast_object(known, 0, world))

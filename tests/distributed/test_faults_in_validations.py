@@ -478,3 +478,39 @@ def save_apart(rank: int, world_size: int) -> list[tuple[int, str]]:
 def test_ranks_agree_on_a_save_that_has_ended_on_one_of_them() -> None:
     none, saved = (0, ""), (2, "step-0000002.ckpt")
     assert run_ranks(2, save_apart) == [[none, none, saved, saved]] * 2
+
+
+class Apart(ModelCheckpoint):
+    """Loses a rank in the last hook of the first epoch on rank 0, and in the next epoch on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__("apart", save_top_k=0)
+        self._is_hit = False
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_rank == 0 and not self._is_hit:
+            self._is_hit = True
+            while not Path("hit").exists():
+                time.sleep(0.01)
+            lose(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_rank == 1 and trainer.current_epoch == 1 and not self._is_hit:
+            self._is_hit = True
+            Path("hit").touch()
+            lose(trainer)
+
+
+def stop_apart(rank: int, world_size: int) -> tuple[int, bool]:
+    dist.destroy_process_group()
+    take_part("planned", ((0, 1), (0, 1)), rank, Path("store").resolve())
+    stopping = EarlyStopping("batches", min_delta=1e6, patience=99, check_on_train_epoch_end=True)
+    apart = Apart()
+    callbacks = [stopping, FaultRecovery(), apart]
+    trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
+    trainer.fit(Module(TINY), inputs()[1])
+    return stopping.wait_count, apart._is_hit
+
+
+def test_ranks_count_an_epoch_once_that_has_ended_on_one_of_them() -> None:
+    assert run_ranks(2, stop_apart) == [(1, True)] * 2
