@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -778,16 +778,18 @@ def take_back_decisions(trainer: pl.Trainer, known: dict[str, Any]) -> None:
             _take_back(decider, known["callbacks"][decider.state_key])
 
 
-def forget_deleted(trainer: pl.Trainer, deleted: Container[str], share: Callable[[list[str]], list[str]]) -> None:
-    """Let ModelCheckpoints that went back to earlier decisions rank no file that a later one has deleted: they then
-    save again, instead of keeping its name as that of the best one. No public method does so.
+def forget_deleted(
+    trainer: pl.Trainer, is_deleted: Callable[[str], bool], share: Callable[[list[str]], list[str]]
+) -> None:
+    """Let ModelCheckpoints that went back to earlier decisions rank no file that is deleted: they then save again,
+    instead of keeping its name as that of the best one. No public method does so.
 
     Args:
-        deleted: files, as far as this rank knows.
+        is_deleted: of a file, as far as this rank knows.
         share: returns the value of rank 0; collective.
     """
     ranked = [saver.best_k_models for saver in _deciders(trainer) if isinstance(saver, ModelCheckpoint)]
-    for path in share([path for files in ranked for path in files if path in deleted]):
+    for path in share([path for files in ranked for path in files if is_deleted(path)]):
         for files in ranked:
             files.pop(path, None)
 

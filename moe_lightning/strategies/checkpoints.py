@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,13 +67,13 @@ class Checkpoints:
 
     Attributes:
         reads_objects: the user lets restores unpickle objects.
-        deleted: files of Lightning's own that this process has deleted, or let rank 0 delete, and not saved since.
+        saved: files of Lightning's own that this process has saved, or let rank 0 save; False: and deleted since.
     """
 
     def __init__(self, worlds: Worlds, state: TrainState) -> None:
         self._worlds, self._state = worlds, state
         self.reads_objects = False
-        self.deleted: set[str] = set()
+        self.saved: dict[str, bool] = {}
         self._before_hooks: Sequence[nn.Parameter] = ()
         self._leases = ExitStack()
         self._restored: Checkpoint | None = None  # the directory that Lightning restores now
@@ -150,6 +151,15 @@ class Checkpoints:
                 f"{file} stays as it is: the state of step {replay.step} is whole from step {replay.last} on"
             )
         return replay is None
+
+    def is_deleted(self, file: str) -> bool:
+        """True if a file of Lightning's own is gone. A file that this process has saved may not be written yet; one of
+        an earlier process is looked for, unless a plugin or a store has it.
+        """
+        if file in self.saved:
+            return not self.saved[file]
+        has_files = "://" not in file and not reads_its_own_way(self._state.trainer.strategy.checkpoint_io)
+        return has_files and not os.path.exists(file)
 
     def training_objects(self, *, is_first: bool = False) -> dict[str, Any]:
         """Return this rank's objects, besides tensors, for a directory checkpoint; collective, as Lightning's own dump

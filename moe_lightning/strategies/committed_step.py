@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -536,7 +536,7 @@ class CommittedStep:
         self._logged = None
         self.is_torn, self.prepared = False, None
 
-    def finish(self, world: World, deleted: Container[str]) -> None:
+    def finish(self, world: World, is_deleted: Callable[[str], bool]) -> None:
         """Do what was due after the step that was restored: hooks of its batch that the fault kept from running, a
         validation, and the end of the epoch, or else plateaus that count the step; Lightning itself, restored to this
         state, skips all. Collective.
@@ -550,7 +550,8 @@ class CommittedStep:
         Values that were logged in the epoch are dropped at its end where some ranks lack them: all reduce them.
 
         Args:
-            deleted: checkpoint files, which callbacks that went back to earlier states, or to a saved one, forget.
+            is_deleted: of a checkpoint file, as far as this rank knows; callbacks that went back to earlier states, or
+                to a saved one, forget it.
         """
         kept, made_steps = self.progress, not self.is_first
         assert kept is not None, "it was restored"
@@ -568,7 +569,7 @@ class CommittedStep:
             decisions = progress.decisions
         if decisions is not None:
             private_lightning.take_back_decisions(trainer, decisions)
-        private_lightning.forget_deleted(trainer, deleted, lambda known: broadcast_object(known, 0, world))
+        private_lightning.forget_deleted(trainer, is_deleted, lambda known: broadcast_object(known, 0, world))
         if progress.validation_is_due:
             private_lightning.run_validation(trainer)
         if progress.is_in_a_batch and (progress.epoch_is_over or trainer.fit_loop.done):

@@ -410,7 +410,7 @@ class ElasticWorlds:
         if worlds.spares:
             raise MembersChange(f"ranks wait until they are a multiple of {worlds.axes.num_ranks}")
         if has_recovered:
-            self.step.finish(worlds.present, self._strategy.checkpoints.deleted)
+            self.step.finish(worlds.present, self._strategy.checkpoints.is_deleted)
             if loop.done:  # after the last step: only what ends a run is left to do
                 loop.on_run_start()
                 loop.on_run_end()

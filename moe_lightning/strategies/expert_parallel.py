@@ -827,13 +827,13 @@ class ExpertParallelStrategy(DDPStrategy):
             self.checkpoints.add_positions(checkpoint)
         checkpoint = self.checkpoints.plain(checkpoint)
         if self.checkpoints.may_change(filepath):
-            self.checkpoints.deleted.discard(str(filepath))
+            self.checkpoints.saved[str(filepath)] = True
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.checkpoints.may_change(filepath):
-            self.checkpoints.deleted.add(str(filepath))
+            self.checkpoints.saved[str(filepath)] = False
             private_lightning.after_saves(self.checkpoint_io, partial(super().remove_checkpoint, filepath))
 
     @override

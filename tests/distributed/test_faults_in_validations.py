@@ -312,19 +312,19 @@ def rank_again(rank: int, world_size: int) -> list[list[str]]:
     options = {"max_epochs": 1, "val_check_interval": 0.5, "enable_checkpointing": True}
     trainer = make_trainer(rank, world_size, callbacks=[saver], **options)
     trainer.fit(*inputs())
-    deleted, found = trainer.strategy.checkpoints.deleted, []  # type: ignore[attr-defined]
-    (path,) = {*deleted}
+    checkpoints, found = trainer.strategy.checkpoints, []  # type: ignore[attr-defined]
+    (path,) = (each for each, is_there in checkpoints.saved.items() if not is_there)
     for is_saved in (False, True):
         if is_saved:
             trainer.save_checkpoint(path)
-        saver.best_k_models = {path: torch.tensor(-2.0), "other": torch.tensor(-1.0)}
-        private_lightning.forget_deleted(trainer, deleted, lambda known: known)
+        saver.best_k_models = {path: torch.tensor(-2.0), saver.best_model_path: torch.tensor(-1.0)}
+        private_lightning.forget_deleted(trainer, checkpoints.is_deleted, lambda known: known)
         found.append([Path(each).name for each in saver.best_k_models])
     return found
 
 
 def test_a_deleted_file_is_ranked_again_once_it_is_saved_again() -> None:
-    assert run_ranks(1, rank_again) == [[["other"], ["step=2.ckpt", "other"]]]
+    assert run_ranks(1, rank_again) == [[["step=4.ckpt"], ["step=2.ckpt", "step=4.ckpt"]]]
 
 
 class HeldIO(TorchCheckpointIO):
@@ -341,7 +341,7 @@ class HeldIO(TorchCheckpointIO):
 class WorseSecond(pl.Callback):
     """Lets the second validation be worse than the first one, and loses a rank once in its end."""
 
-    def __init__(self, held: HeldIO) -> None:
+    def __init__(self, held: HeldIO | None = None) -> None:
         self._held, self._is_hit = held, False
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -353,7 +353,8 @@ class WorseSecond(pl.Callback):
             lose(trainer)
 
     def on_train_end(self, *_: Any) -> None:
-        self._held.may_write.set()
+        if self._held is not None:
+            self._held.may_write.set()
 
 
 def save_later(rank: int, world_size: int) -> tuple[str, list[str]]:
@@ -368,6 +369,27 @@ def save_later(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 def test_a_file_that_is_not_written_yet_stays_the_best_one() -> None:
     assert run_ranks(1, save_later) == [("step=2.ckpt", ["step=2.ckpt"])]
+
+
+def resume_later(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """The file that is the best one in the checkpoint was deleted after that was saved."""
+    options = {"val_check_interval": 0.5, "enable_checkpointing": True}
+    saver, later = (ModelCheckpoint("best", monitor="left", filename="{step}") for _ in range(2))
+    trainer = make_trainer(rank, world_size, callbacks=[saver], max_steps=2, **options)
+    trainer.fit(*inputs())
+    trainer.save_checkpoint("start.ckpt")
+    os.unlink(saver.best_model_path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    take_part("planned", ((0,), (0,)), 0, Path("store").resolve())
+    callbacks = [FaultRecovery(), later, WorseSecond()]
+    trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=1, **options)
+    trainer.fit(*inputs(), ckpt_path="start.ckpt")
+    return Path(later.best_model_path).name, os.listdir("best")
+
+
+def test_a_file_that_an_earlier_process_has_deleted_is_not_the_best_of_a_repeat() -> None:
+    assert run_ranks(1, resume_later) == [("step=4.ckpt", ["step=4.ckpt"])]
 
 
 @pytest.mark.parametrize("fault", ["hook", "batch"])

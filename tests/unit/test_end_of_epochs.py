@@ -114,5 +114,5 @@ def ended_epoch(step: CommittedStep, world: World, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(private_lightning, "run_validation", lambda _: None)
     monkeypatch.setattr(private_lightning, "end_epoch", lambda _, **options: found.update(options))
     monkeypatch.setattr(step.batch, "finish", lambda *_, made_steps, **options: found.update(options))
-    step.finish(world, deleted=())
+    step.finish(world, lambda _: False)
     return found
