@@ -47,7 +47,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.cli.capacity import check_image, check_model, check_processes, nodes_of, ranks_of, whole_memory
 from moe_lightning.cli.composition import build_object, check_config
 from moe_lightning.cli.resume import changes, check_changes, check_start, goes_on
-from moe_lightning.cli.run_directory import RunDirectory, SavedStep, checkpoints
+from moe_lightning.cli.run_directory import RunDirectory, checkpoints
 from moe_lightning.compat import private_lightning
 from moe_lightning.config import TARGET, with_key
 from moe_lightning.data.text import TextData
@@ -112,7 +112,7 @@ class RunRecord(Callback):
     def __init__(self, directory: RunDirectory, config: Mapping[str, Any]) -> None:
         self._directory = directory
         self._config = config
-        self._former: frozenset[SavedStep] | None = None  # checkpoints when training started
+        self._former: set[tuple[Path, int]] | None = None  # checkpoints when training started
         self._is_recorded = False
 
     @override
@@ -137,8 +137,7 @@ class RunRecord(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._former is None:  # a changed world starts again, behind checkpoints of the new settings
-            has_overrides = self._config["resume_overrides"]
-            self._former = frozenset(checkpoints(self._directory.checkpoints) if has_overrides else ())
+            self._former = self._saved() if self._config["resume_overrides"] else set()
         self._record(trainer)
         if trainer.is_global_zero:
             self._directory.metrics("train").unlink(missing_ok=True)  # of an earlier training
@@ -165,9 +164,17 @@ class RunRecord(Callback):
     def _record(self, trainer: pl.Trainer) -> None:
         if self._former is None or self._is_recorded or not trainer.is_global_zero:
             return
-        if not self._former or not self._former.issuperset(checkpoints(self._directory.checkpoints)):
+        if not self._former or not self._former.issuperset(self._saved()):
             self._directory.record(self._config)
             self._is_recorded = True
+
+    def _saved(self) -> set[tuple[Path, int]]:
+        """Return the checkpoints with their inodes: a new one may have the name of a damaged one, which it replaces."""
+        found = set()
+        for checkpoint in checkpoints(self._directory.checkpoints):
+            with suppress(FileNotFoundError):  # it is deleted at the moment
+                found.add((checkpoint.path, checkpoint.path.stat().st_ino))
+        return found
 
 
 class ResumedEarlyStopping(Callback):

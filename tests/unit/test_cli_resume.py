@@ -449,7 +449,7 @@ def test_a_run_in_an_object_store_is_compared_with_its_recorded_settings(
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_fit_end", "on_exception"])
-@pytest.mark.parametrize("step", [2, 8], ids=["before a damaged one", "newest"])
+@pytest.mark.parametrize("step", [2, 4, 8], ids=["before a damaged one", "in its place", "newest"])
 def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path, hook: str, step: int) -> None:
     """A command that is killed before leaves a checkpoint of the former ones."""
     directory, options = _run(tmp_path, began=True), {"run_dir": str(tmp_path), "task": "train", "callbacks": {}}
