@@ -33,6 +33,7 @@ from moe_lightning.cli.planning import PlannedRun, memory_refusal, planned_run
 from moe_lightning.cli.simulation import CALLBACKS, HEAD, launch_command, recipe_file, recommended_settings
 from moe_lightning.config import shown
 from moe_lightning.cores import available_memory, usable_cores
+from moe_lightning.dispatch.placement import uniform_slots
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import cheapest_interval
 from moe_lightning.simulate.failures import Failures
@@ -100,6 +101,7 @@ def advise(settings: Sequence[str], *, cluster: str | None, out: str | None, con
     run, notes = _run_on(config, machine)
     given = _given(config, settings)
     advice, run = _advice(run, machine, given)
+    _check_slots(run, config["strategy"].get("replicas") or given.get("min_replicas", advice.policy.min_replicas))
     target = recipe_file(Path(out or folder / f"{base}_advised.yaml"), "--out ")
     if config_dir and (Path(config_dir) / "recipes" / f"{base}.yaml").is_file() and target.parent != folder:
         raise ConfigurationError(f"--out {target} must be in {folder}, beside the recipe {base} that it begins with")
@@ -214,11 +216,22 @@ def _run_on(config: Mapping[str, Any], machine: Machine) -> tuple[PlannedRun, li
             "--advise plans language models with experts (model=NAME of a GPT, or model=huggingface), AdamW, Muon or "
             "Adafactor, and dense=ddp, zero1, fsdp or hsdp: this run has another part"
         )
+    run = replace(run, has_snapshots=machine.on_cpu)  # of the callbacks that the recipe adds
     if run.global_batch < ranks // run.mesh.unit:
         raised = 1 << (ranks - 1).bit_length()
         note = f"{run.global_batch} samples are fewer than the {ranks} ranks; more samples change the training"
         return replace(run, global_batch=raised), [note]
     return run, []
+
+
+def _check_slots(run: PlannedRun, replicas: int) -> None:
+    """Refuse slots that have no room for the experts with which training starts, as it does itself."""
+    needed = uniform_slots(run.plain_workload.num_experts, run.num_ranks // run.mesh.pp, replicas)
+    if needed > run.stage_slots:
+        raise ConfigurationError(
+            f"strategy.slots={run.stage_slots} cannot hold the {needed} experts that {replicas} replicas of each put "
+            f"on a rank: use at least {needed}"
+        )
 
 
 _POLICY = {
@@ -232,16 +245,20 @@ _POLICY = {
     "callbacks.load_balancer.min_replicas": "min_replicas",
     "callbacks.fault_recovery.min_replicas": "min_replicas",
     "callbacks.fault_recovery.protection": "protection",
+    "callbacks.fault_recovery.failures": "protection_copies",
 }
 """Settings that the planner chooses otherwise, and their names in its policy."""
+_OF_RECIPE = ("strategy.slots", "callbacks.fault_recovery.failures")
+_OPEN = (None, "auto")
+"""Values that leave a setting to the planner."""
 
 
 def _given(config: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """The parts of the policy that the command line gives, and slots, which a recipe may give too."""
+    """The parts of the policy that the command line gives, and those that a recipe may give too."""
     keys = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(settings))}
     composed = OmegaConf.create(dict(config))
-    found = {name: OmegaConf.select(composed, key) for key, name in _POLICY.items() if key in {*keys, "strategy.slots"}}
-    return {name: value for name, value in found.items() if value not in (None, "auto")}
+    found = {name: OmegaConf.select(composed, key) for key, name in _POLICY.items() if key in keys.union(_OF_RECIPE)}
+    return {name: value for name, value in found.items() if value not in _OPEN}
 
 
 def _advice(run: PlannedRun, machine: Machine, given: Mapping[str, Any]) -> tuple[Advice, PlannedRun]:
@@ -291,7 +308,8 @@ def _planned(run: PlannedRun, machine: Machine, given: Mapping[str, Any]) -> tup
     interval = cheapest_interval(workload, machine.hardware, ours, machine.num_ranks, cost, faults_per_s=1 / period_s)
     fixed = {"interval_steps": interval, **given}
     scenario = replace(scenario, policy=replace(ours, **fixed))
-    advice = recommend(scenario, fixed=fixed, fixed_mesh=mesh)
+    failures = max(1, min(ours.protection_copies, nodes - 1))
+    advice = recommend(scenario, simultaneous=failures, fixed=fixed, fixed_mesh=mesh)
     return advice, replace(run, mesh=advice.scenario.mesh, slots=advice.policy.slots)
 
 
@@ -367,7 +385,9 @@ def _placement_rows(advice: Advice, run: PlannedRun, machine: Machine) -> Iterat
     chosen = advice.policy
     fewest = _reason(advice, "slots", "the fewest within 1 % of the best step")
     yield "slots", f"{chosen.slots} of {run.workload.num_experts}", fewest
-    safe = "one lost node stays without an effect" if chosen.min_replicas > 1 else "more cost more than they save"
+    safe = "more cost more than they save"
+    if (lost := chosen.min_replicas - 1) > 0:
+        safe = "one lost node stays without an effect" if lost == 1 else f"{lost} lost nodes stay without an effect"
     if machine.num_nodes == 1:
         safe = "one node: it is lost with all of its experts"
     yield "replicas", str(chosen.min_replicas), _reason(advice, "min_replicas", safe)
@@ -446,12 +466,12 @@ def _recipe(
                 raise ConfigurationError(f"{override.input_line} cannot be written into a recipe: leave it out")
             if choices(key):
                 defaults.append(f"override /{key}: {value}")
-            else:
+            elif key not in _POLICY or value not in _OPEN:
                 OmegaConf.update(body, key, value, force_add=True)
     if run.training.recomputes and "recompute" not in groups:
         groups.insert(0, "recompute")
     defaults.append(f"override /callbacks: [{', '.join(groups)}]")
-    settings_of_plan = recommended_settings(advice, 1)
+    settings_of_plan = recommended_settings(advice, advice.policy.protection_copies)
     added: dict[str, Any] = {"ranks": machine.hardware.ranks_per_node, **settings_of_plan}
     if mesh.pp > 1:
         added["strategy"] |= {"micro_batches": mesh.micro_batches_of(run.global_batch * mesh.unit / machine.num_ranks)}

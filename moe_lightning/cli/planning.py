@@ -25,6 +25,7 @@ from moe_lightning.config import TARGET
 from moe_lightning.data.corpus import tokenizer_of
 from moe_lightning.data.text import sources_of
 from moe_lightning.data.tokenizer import BYTES, check_tokenizer, is_trained, load_tokenizer
+from moe_lightning.dispatch.placement import uniform_slots
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.models.gpt import GPT, GPTConfig
 from moe_lightning.moe.experts import deferred_experts
@@ -130,7 +131,7 @@ class PlannedRun:
     def stage_slots(self) -> int:
         """Slots of a rank for each MoE layer."""
         experts, ranks = self.plain_workload.num_experts, max(1, self.num_ranks // self.mesh.pp)
-        return min(experts, self.slots or -(-experts * min(self.replicas, ranks) // ranks))
+        return min(experts, self.slots or uniform_slots(experts, ranks, self.replicas))
 
     def memory(self) -> RankMemory:
         """Return the memory of the rank with most samples."""

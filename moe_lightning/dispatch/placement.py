@@ -185,6 +185,14 @@ def uniform_placement(num_experts: int, num_ranks: int, replicas: int = 1) -> Pl
     return Placement.of_pairs(Pairs.of_replicas(np.concatenate(experts), np.concatenate(ranks), shape))
 
 
+def uniform_slots(num_experts: int, num_ranks: int, replicas: int = 1) -> int:
+    """Return the slots of a rank that the uniform placement needs, or that of one replica on each rank if more are
+    asked for.
+    """
+    smallest_block = num_ranks // min(replicas, num_ranks)
+    return -(-num_experts // smallest_block)
+
+
 def parse_placements(
     table: object, *, num_layers: int, num_experts: int, num_ranks: int, origin: str
 ) -> list[Placement]:

@@ -21,6 +21,7 @@ from moe_lightning.balancing.rules import ONE_NODE_RULES
 from moe_lightning.checkpoint.protection import choose_protection
 from moe_lightning.checkpoint.schedule import adapt
 from moe_lightning.config import build_config
+from moe_lightning.dispatch.placement import uniform_slots
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.checkpoint_cost import save_cost
 from moe_lightning.simulate.event_loop import simulate
@@ -185,18 +186,20 @@ def _candidate(
     if "slots" not in fixed:
         policy = replace(policy, slots=_slots(replace(scenario, policy=policy)))
     assert policy.slots is not None
+    experts, ranks = scenario.workload.num_experts, _stage_ranks(scenario)
+    most = max(1, ranks // -(-experts // policy.slots))  # of the uniform placement, with which training starts
     possible = affordable_replicas(
-        scenario.workload.num_experts,
-        slots=_stage_ranks(scenario) * policy.slots,
+        experts,
+        slots=ranks * policy.slots,
         num_nodes=max(1, scenario.num_nodes // scenario.mesh.pp),
-        min_replicas=replicas,
+        min_replicas=min(replicas, most),
     )
-    policy = replace(policy, min_replicas=possible)
+    if "min_replicas" not in fixed or min(replicas, ranks) > most:
+        policy = replace(policy, min_replicas=possible)
     if "protection" not in fixed:
         replicated = possible > simultaneous
         layout = choose_protection(range(scenario.num_nodes), replicated=replicated, failures=simultaneous)
         policy = build_config(Policy, vars(policy) | {"protection": layout.method})
-    experts = scenario.workload.num_experts
     kinds: list[dict[str, Any]] = [
         {"lossless": False, "k_snapshot": experts, "k_persist": experts},
         {"lossless": False},
@@ -237,7 +240,7 @@ def _slots(scenario: Scenario) -> int:
     """The fewest slots whose step is within one percent of the best that memory allows."""
     hardware, experts = scenario.hardware, scenario.workload.num_experts
     ranks = _stage_ranks(scenario)
-    least = min(experts, -(-scenario.policy.min_replicas * experts // ranks))
+    least = uniform_slots(experts, ranks, scenario.policy.min_replicas)
     seconds: dict[int, float] = {}
     for slots in range(least, min(experts, least + _MORE_SLOTS) + 1):
         policy = replace(scenario.policy, slots=slots)

@@ -101,13 +101,53 @@ def test_settings_of_the_command_line_stay(capsys: pytest.CaptureFixture[str]) -
     }
     words = [f"callbacks.{name}.{key}={value}" for name, node in given.items() for key, value in node.items()]
     out = _advice(capsys, "--cluster", "2x8xH100", "callbacks=[fault_recovery,load_balancer]", *words)
-    rows = {line.split()[0]: re.split("  +", line)[1:] for line in out.splitlines() if line[:1].strip()}
+    rows = _rows(out)
     assert rows["replicas"] == ["1", "as given"]
     assert rows["rebalance"] == ["every 70", "as given"]
     assert rows["checkpoint"] == ["every 10", "as given"]
     assert rows["K_snapshot"] == ["3 of 8", "as given"]
     callbacks = _composed(Path("outputs/advice"), "quickstart_advised")["callbacks"]
     assert {name: {key: callbacks[name][key] for key in node} for name, node in given.items()} == given
+
+
+def _rows(out: str) -> dict[str, list[str]]:
+    """Value and reason of each row, by its name; of a reason the first line."""
+    return {line.split()[0]: re.split("  +", line)[1:] for line in out.splitlines() if line[:1].strip()}
+
+
+def test_the_recipe_has_what_the_command_leaves_to_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    """Training would choose another interval and protection for auto than the rows say."""
+    recovery = [f"callbacks.fault_recovery.{setting}" for setting in ("protection=auto", "min_replicas=1")]
+    given = _partial("every_n_steps=auto", "k_snapshot=auto", "k_persist=null")
+    rows = _rows(_advice(capsys, "--cluster", "2x8xH100", *given, *recovery))
+    callbacks = _composed(Path("outputs/advice"), "quickstart_advised")["callbacks"]
+    partial = callbacks["partial_experts_checkpoint"]
+    assert rows["checkpoint"][0] == f"every {partial['every_n_steps']}"
+    assert rows["K_snapshot"][0] == f"{partial['k_snapshot']} of 8"
+    assert rows["protection"][0] == callbacks["fault_recovery"]["protection"]
+
+
+def test_more_replicas_than_nodes_are_planned_as_given(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["callbacks=fault_recovery", "callbacks.fault_recovery.min_replicas=9"]
+    rows = _rows(_advice(capsys, "--cluster", "2x8xH100", *given))
+    config = _composed(Path("outputs/advice"), "quickstart_advised")
+    assert rows["replicas"] == ["9", "as given"]
+    assert config["callbacks"]["fault_recovery"]["min_replicas"] == 9
+    assert rows["slots"][0] == "8 of 8", "training begins with 9 blocks of ranks, of which some have one rank"
+    assert config["strategy"]["slots"] == 8
+
+
+def test_as_many_failures_as_given_are_survived(capsys: pytest.CaptureFixture[str]) -> None:
+    promises = ["callbacks.fault_recovery.failures=2", "callbacks.fault_recovery.min_replicas=2"]
+    rows = _rows(_advice(capsys, "--cluster", "4x2xH100", "callbacks=fault_recovery", *promises))
+    recovery = _composed(Path("outputs/advice"), "quickstart_advised")["callbacks"]["fault_recovery"]
+    assert (recovery["failures"], recovery["protection"]) == (2, "arc")
+    assert rows["protection"][0] == "arc"
+
+
+def test_snapshots_of_the_recipe_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU they lie in the memory of the ranks."""
+    assert " snapshots " in " ".join(_advice(capsys, "ranks=1").split())
 
 
 @pytest.mark.parametrize("given", [["k_snapshot=9"], ["k_snapshot=9", "lossless=true"], ["k_persist=9"]])
@@ -144,6 +184,7 @@ def test_a_batch_below_the_ranks_is_raised(capsys: pytest.CaptureFixture[str]) -
     assert _composed(Path("outputs/advice"), "quickstart_advised")["data"]["global_batch_size"] == 16
 
 
+_REPLICAS = ["callbacks.fault_recovery.min_replicas=3"]
 MISTAKES = [
     (["--cluster", "many"], "--cluster 'many' must be NODESxGPUSxNAME such as 4x8xH100"),
     (["--cluster", "4x8xH10"], "--cluster 4x8xH10: H10 is not known (did you mean 'h100'?): choose one of RTX3090"),
@@ -159,6 +200,10 @@ MISTAKES = [
     (["model.num_experts=0"], "--advise plans language models with experts"),
     (_partial("k_snapshot=2", "k_persist=4"), "k_persist=4 is more than k_snapshot=2"),
     (_partial("lossless=true", "k_persist=4"), "lossless=True saves all state of every expert"),
+    (
+        ["--cluster", "2x8xH100", "strategy.slots=1", "callbacks=fault_recovery", *_REPLICAS],
+        "strategy.slots=1 cannot hold the 2 experts that 3 replicas of each put on a rank: use at least 2",
+    ),
     (["model.d_model=-1"], "model.d_model=-1 must be an integer of at least 1"),
     (["text"], "data.source is needed here: give data.source=VALUE"),
     (["--cluster", "1x1xA30", "model=mixtral_8x7b", "model.num_layers=2"], "this run needs"),

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from moe_lightning.arrays import Pairs, cut
 from moe_lightning.balancing.cluster import Cluster
 from moe_lightning.balancing.packing import packed_placement
-from moe_lightning.dispatch.placement import Placement, dispatch_groups, parse_placements, uniform_placement
+from moe_lightning.dispatch.placement import (
+    Placement,
+    dispatch_groups,
+    parse_placements,
+    uniform_placement,
+    uniform_slots,
+)
 from moe_lightning.dispatch.quota import balanced_quota
 from moe_lightning.errors import ConfigurationError
 from tests.traces import recorded
@@ -26,6 +32,7 @@ def test_uniform_placement(data: st.DataObject, num_experts: int, num_ranks: int
     placement = uniform_placement(num_experts, num_ranks, copies)
     assert placement.replicas.shape == (num_experts, num_ranks)
     assert set(np.unique(placement.replicas)) <= {0, 1}
+    assert placement.replicas.sum(axis=0).max() == uniform_slots(num_experts, num_ranks, copies)
     for first, last in itertools.pairwise(cut(num_ranks, copies)):
         block = placement.replicas[:, first:last]
         per_rank, per_expert = block.sum(axis=0), block.sum(axis=1)
