@@ -100,9 +100,8 @@ _LOGGED = ("run_name", "seed", "ranks", "task", "data", "strategy", "trainer", "
 class RunRecord(Callback):
     """Records the configuration when training starts: a command that fails before leaves the former one, and no empty
     run in a logger. With `resume_overrides` it is recorded after the first checkpoint of the new settings: those of the
-    newest one are compared with the next command's, and training may be killed before there is another; of those in an
-    object store, before their first one. A checkpoint of a model that computes something else is refused, also away
-    from its run.
+    newest one are compared with the next command's, and training may be killed before there is another. A checkpoint of
+    a model that computes something else is refused, also away from its run.
 
     Args:
         directory: of the run.
@@ -112,7 +111,7 @@ class RunRecord(Callback):
     def __init__(self, directory: RunDirectory, config: Mapping[str, Any]) -> None:
         self._directory = directory
         self._config = config
-        self._former: set[tuple[Path, int]] | None = None  # checkpoints when training started
+        self._former: set[object] | None = None  # checkpoints when training started
         self._is_recorded = False
 
     @override
@@ -137,7 +136,7 @@ class RunRecord(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._former is None:  # a changed world starts again, behind checkpoints of the new settings
-            self._former = self._saved() if self._config["resume_overrides"] else set()
+            self._former = self._found() if self._config["resume_overrides"] else set()
         self._record(trainer)
         if trainer.is_global_zero:
             self._directory.metrics("train").unlink(missing_ok=True)  # of an earlier training
@@ -164,17 +163,32 @@ class RunRecord(Callback):
     def _record(self, trainer: pl.Trainer) -> None:
         if self._former is None or self._is_recorded or not trainer.is_global_zero:
             return
-        if not self._former or not self._former.issuperset(self._saved()):
+        if not self._former or not self._former.issuperset(self._saved(trainer)):
             self._directory.record(self._config)
             self._is_recorded = True
 
-    def _saved(self) -> set[tuple[Path, int]]:
-        """Return the checkpoints with their inodes: a new one may have the name of a damaged one, which it replaces."""
-        found = set()
+    def _found(self) -> set[object]:
+        """Return the checkpoints of the run, those of a directory with their inodes: a new one may have the name of a
+        damaged one, which it replaces. A store takes a request or more.
+        """
+        if (store := store_of_checkpoints(self._config)) is not None:
+            return {str(place) for place, _ in headings(store)}
+        found: set[object] = set()
         for checkpoint in checkpoints(self._directory.checkpoints):
             with suppress(FileNotFoundError):  # it is deleted at the moment
                 found.add((checkpoint.path, checkpoint.path.stat().st_ino))
         return found
+
+    def _saved(self, trainer: pl.Trainer) -> set[object]:
+        """Return the same between two steps: of a store the last one that this command has written, without asking
+        it.
+        """
+        is_in_store = store_of_checkpoints(self._config) is not None
+        partial = private_lightning.callback_of(trainer, PartialExpertsCheckpoint) if is_in_store else None
+        if partial is None:
+            return self._found()
+        newest = partial.last_model_path if partial.session is None else partial.session.status().committed_path
+        return {newest} if newest else set()
 
 
 class ResumedEarlyStopping(Callback):

@@ -21,9 +21,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, Se
 from torch.utils.data import DataLoader
 
 from moe_lightning import GPTModule
+from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
+from moe_lightning.checkpoint.agent_handle import AgentStatus
 from moe_lightning.checkpoint.files import write_file
-from moe_lightning.cli import train
+from moe_lightning.checkpoint.storage import place_of
+from moe_lightning.cli import train, training
 from moe_lightning.cli.resume import changes, check_changes, config_of, effect, goes_on
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.training import ResumedEarlyStopping, ResumedWithOverrides, RunRecord
@@ -468,6 +471,27 @@ def test_new_settings_are_recorded_once_a_checkpoint_has_them(tmp_path: Path, ho
     train._prepare(directory, given, is_first=True)
     with pytest.raises(ConfigurationError, match=r"optimizer\.lr 0\.0001 -> 0\.001; give resume_overrides=true"):
         train._prepare(directory, former, is_first=True)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["between steps", "at the end"])
+def test_new_settings_are_recorded_once_a_store_has_a_checkpoint_of_them(
+    is_closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [place_of("s3://bucket/x/step-00000004")]
+    monkeypatch.setattr(training, "headings", lambda store: [(place, "a manifest") for place in listed])
+    partial: Any = PartialExpertsCheckpoint("s3://bucket/x")
+    store = {"callbacks": {"partial_experts_checkpoint": {"dirpath": "s3://bucket/x"}}, "run_dir": str(tmp_path)}
+    directory = RunDirectory(tmp_path)
+    directory.record({**FORMER, **store})
+    record = RunRecord(directory, {**_with(optimizer__lr=1e-4), **store, "resume_overrides": True})
+    trainer: Any = SimpleNamespace(is_global_zero=True, loggers=[], callbacks=[record, partial])
+    record.on_train_start(trainer, GPTModule(TINY))
+    for committed, rate in ((None, 1e-3), (str(listed[0]), 1e-3), ("s3://bucket/x/step-00000008", 1e-4)):
+        status = AgentStatus(committed_path=committed)
+        partial.session = None if is_closed else SimpleNamespace(status=lambda status=status: status)
+        partial.last_model_path = committed or ""
+        record.on_train_batch_start(trainer, GPTModule(TINY), None, 0)
+        assert yaml.safe_load(directory.config.read_text())["optimizer"]["lr"] == rate
 
 
 @pytest.mark.parametrize(
