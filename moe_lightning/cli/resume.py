@@ -150,7 +150,7 @@ def goes_on(config: Mapping[str, Any]) -> bool:
     commands = filter(None, map(_recorded, directory.path.glob("config*.yaml")))
     began_so = any(command.get("resume") == resume for command in commands)
     if resume is False:
-        return began_so
+        return began_so and not directory.passed_over.exists()
     newest = directory.newest_checkpoint()
     if not began_so and newest is not None:
         check_start(resume)

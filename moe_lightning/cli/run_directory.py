@@ -115,6 +115,11 @@ class RunDirectory:
         """The configuration of the command that runs or ran last, whatever came of it; workers read this one."""
         return self.logs / "command.yaml"
 
+    @property
+    def passed_over(self) -> Path:
+        """Left in an earlier run by a command with resume=false; its repetition then does not resume that run."""
+        return self.logs / "passed_over"
+
     def metrics(self, task: str) -> Path:
         """The last value of every metric, once a command of this task has come to its end: a validation may measure
         other data or parts of them than the training.

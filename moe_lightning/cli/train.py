@@ -623,8 +623,8 @@ def _undo(
     failure = getattr(error, "failure", None)
     is_refusal = user_errors.sentence_of(error) is not None if failure is None else failure.kind == "mistake"
     if earlier is not None:
-        # Without this machine the others may train on, and the command itself may be repeated, which would then resume
-        # the earlier run; but not with what was refused, nor after Ctrl-C.
+        # Without this machine the others may train on, and a launcher may repeat the command; what was refused, or
+        # ended by Ctrl-C, leaves all as it was.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and getattr(error, "signal", signal.SIGINT) == signal.SIGINT
         if ((is_alone and (is_ctrl_c or not may_be_repeated())) or is_refusal) and directory.put_back(earlier):
             print(f"run    {directory} is the earlier run again: this one has not trained", flush=True)
@@ -804,6 +804,8 @@ def _prepare(directory: RunDirectory, config: Mapping[str, Any], *, is_first: bo
             )
         if not directory.check_movable():
             return None, ""
+        if may_be_repeated():
+            directory.passed_over.touch()
         check(config)  # nothing is moved for a command that cannot train
         place = directory.move_aside()
         return place, f", the earlier run is kept in {place.name}" if place else ""

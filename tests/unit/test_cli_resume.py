@@ -527,3 +527,31 @@ def test_an_earlier_run_is_not_resumed_by_the_repetition_of_a_command_that_start
     assert told in capsys.readouterr().out
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert is_put_back or not _goes_on(directory, False)
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_refused_command_that_torchrun_repeats_does_not_resume_the_earlier_run(
+    is_moved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have left the memory, or the disk have come, that was missing before."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    refusal = ConfigurationError("this run needs more memory")
+
+    def check(config: object) -> None:
+        if not is_moved:
+            raise refusal
+
+    monkeypatch.setattr(training, "check", check)
+    directory = _run(tmp_path / "run", began=False)
+    directory.create()
+    config = {"run_dir": str(directory.path), "resume": False, "task": "train", "callbacks": {}}
+    before, earlier = directory.traces(), None
+    with nullcontext() if is_moved else pytest.raises(ConfigurationError):
+        earlier = train._prepare(directory, config, is_first=True)[0]
+        directory.create()
+    train._undo(directory, before, earlier, refusal, is_alone=True)
+    assert directory.config.is_file()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not _goes_on(directory, False)
+    is_moved = True
+    assert train._prepare(directory, config, is_first=True)[0] == tmp_path / "run.1"
