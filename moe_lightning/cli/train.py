@@ -394,6 +394,8 @@ def _run(arguments: Sequence[str]) -> None:
         from moe_lightning.cli.environment_report import environment_report
 
         print(environment_report() if "--report" in arguments else f"moe-train {__version__}")
+    elif {"--advise", "--health"} & set(arguments) and {"--help", "-h"} & set(arguments):
+        print(help_text(), end="")
     elif "--advise" in arguments:
         _advise(arguments)
     elif "--health" in arguments:

@@ -48,6 +48,12 @@ def test_help_names_recipes_models_and_keys(flag: str, capsys: pytest.CaptureFix
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize("arguments", [["--advise", "--help"], ["-h", "--advise", "text"], ["--health", "--help"]])
+def test_help_of_an_option_is_that_of_the_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The refusal of an unknown option beside --advise names its --help."""
+    assert "--cluster 4x8xH100" in _output(capsys, *arguments)
+
+
 def test_help_shows_only_keys_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     lines = _output(capsys, "--help").split("\nkeys")[1].split("\noptions")[0].splitlines()[1:]
     keys = [line.strip().split("=")[0] for line in lines if "=" in line.split("  ")[1]]
