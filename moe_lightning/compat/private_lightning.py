@@ -560,6 +560,18 @@ def watch_batch_ends(trainer: pl.Trainer, running: Callable[[], BatchEnd | None]
     _replace(connector, "update_train_step_metrics", update_train_step_metrics)
 
 
+def begin_resumed_epoch(trainer: pl.Trainer) -> None:
+    """Count the epoch that begins where a run goes on from the last step of the one before. Lightning counts the end of
+    that and not this begin: a checkpoint within any later epoch would be that of an epoch before.
+    """
+    loop = trainer.fit_loop
+    epochs = loop.epoch_progress
+    has_begun = loop.restarted_mid_epoch and epochs.total.processed == epochs.total.ready
+    if has_begun and epochs.current.processed != loop.max_epochs:
+        epochs.increment_ready()
+        epochs.increment_started()
+
+
 def end_resumed_epochs(trainer: pl.Trainer) -> None:
     """Let the end of an epoch that was resumed be that of any other, until `use_own_methods`: Lightning leaves out
     what schedulers of plateaus do there, also where their metric is there. No public hook comes just before it.

@@ -634,6 +634,7 @@ class ExpertParallelStrategy(DDPStrategy):
         self.checkpoints.begin_training()
         self.update.begin_training()
         follow_schedule(self.state.trainer)
+        private_lightning.begin_resumed_epoch(self.state.trainer)
         private_lightning.end_resumed_epochs(self.state.trainer)
 
     @override

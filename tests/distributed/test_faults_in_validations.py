@@ -407,6 +407,27 @@ def test_averages_of_an_epoch_count_repeated_batches_once() -> None:
     assert [each[:-1] for each in found] == [calm[:-1]] * len(faults)
 
 
+def resume_often(rank: int, world_size: int, fault: str, starts: list[int]) -> list[int]:
+    found = []
+    for index, start in enumerate([0, *starts]):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        take_part(f"planned {index}", ((0,), (0,)), 0, Path(f"store {index}").resolve())
+        saver = LatestCheckpoint("latest", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [FaultRecovery(), Counting(fault if start == 0 else "", 0), saver]
+        trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
+        trainer.fit(Module(TINY), inputs()[1], ckpt_path=f"latest/step-{start:07d}.ckpt" if start else None)
+        found.append(trainer.global_step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "starts"), [(f"after step {EPOCH}", [EPOCH + 2]), ("", [EPOCH, EPOCH + 2])], ids=["fault", "resume"]
+)
+def test_an_epoch_that_begins_in_a_resume_is_counted(fault: str, starts: list[int]) -> None:
+    assert run_ranks(1, resume_often, fault, starts) == [[2 * EPOCH] * (1 + len(starts))]
+
+
 class Breaking(pl.Callback):
     """Breaks in the first validation."""
 
