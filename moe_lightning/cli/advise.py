@@ -280,15 +280,17 @@ def _advice(run: PlannedRun, machine: Machine, given: Mapping[str, Any]) -> tupl
 
 def _planned(run: PlannedRun, machine: Machine, given: Mapping[str, Any]) -> tuple[Advice, PlannedRun]:
     workload, nodes = run.workload, machine.num_nodes
+    room = machine.hardware.memory_bytes - run.memory().snapshots  # which every mesh shares alike
+    hardware = replace(machine.hardware, memory_bytes=max(1.0, room))
     routing = make_routing("zipf", num_experts=workload.num_experts, num_layers=workload.num_layers)
     ours = policy("ours", **given)
     own_mesh = replace(run.mesh, micro_batches=None)  # what of it the user has left open is searched later
-    cost = StepModel(workload, machine.hardware, ours, routing, nodes, own_mesh).cost(nodes, 0, 0)
+    cost = StepModel(workload, hardware, ours, routing, nodes, own_mesh).cost(nodes, 0, 0)
     period_s = 3600 * _MTBF_HOURS / nodes
     duration_s = max(_LEAST_S, min(_FAILURES * period_s, _MOST_STEPS * cost.step_s))
     scenario = Scenario(
         workload=workload,
-        hardware=machine.hardware,
+        hardware=hardware,
         policy=ours,
         routing=routing,
         events=Failures(kind="periodic", period_s=period_s, repair_s=3600 * _REPAIR_HOURS).events(nodes, duration_s, 0),
@@ -305,7 +307,7 @@ def _planned(run: PlannedRun, machine: Machine, given: Mapping[str, Any]) -> tup
     if run.model.is_pretrained:
         mesh |= {name: getattr(run.mesh, name) for name in ("pp", "cp", "tp")}
     # The interval is that of the assumed failures, of which a short simulation has none.
-    interval = cheapest_interval(workload, machine.hardware, ours, machine.num_ranks, cost, faults_per_s=1 / period_s)
+    interval = cheapest_interval(workload, hardware, ours, machine.num_ranks, cost, faults_per_s=1 / period_s)
     fixed = {"interval_steps": interval, **given}
     scenario = replace(scenario, policy=replace(ours, **fixed))
     failures = max(1, min(ours.protection_copies, nodes - 1))

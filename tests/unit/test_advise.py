@@ -11,6 +11,7 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from moe_lightning.cli import advise, train
+from moe_lightning.cli.capacity import RANK_BYTES
 from moe_lightning.cli.composition import check_config, config_folder
 from moe_lightning.cli.train import main
 from moe_lightning.errors import ConfigurationError
@@ -145,9 +146,13 @@ def test_as_many_failures_as_given_are_survived(capsys: pytest.CaptureFixture[st
     assert rows["protection"][0] == "arc"
 
 
-def test_snapshots_of_the_recipe_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_snapshots_of_the_recipe_have_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU they lie in the memory of the ranks."""
-    assert " snapshots " in " ".join(_advice(capsys, "ranks=1").split())
+    monkeypatch.setattr(advise, "available_memory", lambda: RANK_BYTES + 120_000_000)
+    told = " ".join(_advice(capsys, "ranks=1", "data.global_batch_size=256").split())
+    needed = re.search(r"memory (\S+) MB of 120 MB a rank: .* snapshots ", told)
+    assert needed
+    assert float(needed[1]) < 120
 
 
 @pytest.mark.parametrize("given", [["k_snapshot=9"], ["k_snapshot=9", "lossless=true"], ["k_persist=9"]])
