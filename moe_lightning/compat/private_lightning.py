@@ -682,6 +682,7 @@ def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:
     _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # see _end_epoch_without_restart
     epoch_loop.batch_progress.increment_completed()
     epoch_loop._skip_next_val = True
+    trainer._logger_connector._current_fx = None  # what hooks of an end that failed have logged is reset
     epoch_loop.on_advance_end(_fetcher(trainer))
     loop.on_advance_end()
 

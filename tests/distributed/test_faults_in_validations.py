@@ -524,11 +524,16 @@ def test_ranks_agree_on_a_save_that_has_ended_on_one_of_them() -> None:
 
 
 class Apart(ModelCheckpoint):
-    """Loses a rank in the last hook of the first epoch on rank 0, and in the next epoch on rank 1."""
+    """Loses a rank in the last hook of the first epoch on rank 0, and in the next epoch on rank 1.
+
+    Attributes:
+        ends: of epochs, as the last one has logged them.
+    """
 
     def __init__(self) -> None:
         super().__init__("apart", save_top_k=0)
         self._is_hit = False
+        self.ends: list[float] = []
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_rank == 0 and not self._is_hit:
@@ -538,22 +543,31 @@ class Apart(ModelCheckpoint):
             lose(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.ends.append(float(trainer.callback_metrics["ends"]))
         if trainer.global_rank == 1 and trainer.current_epoch == 1 and not self._is_hit:
             self._is_hit = True
             Path("hit").touch()
             lose(trainer)
 
 
-def stop_apart(rank: int, world_size: int) -> tuple[int, bool]:
+class Ending(Module):
+    """Logs each end of an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("ends", 1.0, reduce_fx="sum")
+
+
+def stop_apart(rank: int, world_size: int) -> tuple[int, list[float]]:
     dist.destroy_process_group()
     take_part("planned", ((0, 1), (0, 1)), rank, Path("store").resolve())
     stopping = EarlyStopping("batches", min_delta=1e6, patience=99, check_on_train_epoch_end=True)
     apart = Apart()
     callbacks = [stopping, FaultRecovery(), apart]
     trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
-    trainer.fit(Module(TINY), inputs()[1])
-    return stopping.wait_count, apart._is_hit
+    trainer.fit(Ending(TINY), inputs()[1])
+    return stopping.wait_count, apart.ends
 
 
 def test_ranks_count_an_epoch_once_that_has_ended_on_one_of_them() -> None:
-    assert run_ranks(2, stop_apart) == [(1, True)] * 2
+    assert run_ranks(2, stop_apart) == [(1, [1.0]), (1, [1.0, 1.0])]

@@ -138,7 +138,7 @@ ATTRIBUTES = {
     "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": {"_batch_sampler"},
     "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector": {"use_distributed_sampler"},
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector": {
-        "_callback_metrics", "_first_loop_iter",
+        "_callback_metrics", "_current_fx", "_first_loop_iter",
     },
     "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary": {"_model"},
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
