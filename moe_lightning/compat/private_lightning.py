@@ -565,7 +565,7 @@ def begin_resumed_epoch(trainer: pl.Trainer) -> None:
     that and not this begin: a checkpoint within any later epoch would be that of an epoch before.
     """
     loop = trainer.fit_loop
-    epochs = loop.epoch_progress
+    epochs: Any = loop.epoch_progress
     has_begun = loop.restarted_mid_epoch and epochs.total.processed == epochs.total.ready
     if has_begun and epochs.current.processed != loop.max_epochs:
         epochs.increment_ready()
