@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -132,9 +133,14 @@ def examined(folder: Path) -> str:
     return ""
 
 
-def test_a_checkpoint_is_read_back_and_the_training_goes_on_as_it_was(tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_back_and_the_training_goes_on_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, "lightning.pytorch")
     assert not examined(tmp_path)
     assert not list(tmp_path.rglob("*.ckpt"))
+    assert "weights_only" not in caplog.text, "Lightning tells of defaults that the user has not left open"
 
 
 @pytest.mark.parametrize(
