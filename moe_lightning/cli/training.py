@@ -411,6 +411,8 @@ def _train(run: Run, config: Mapping[str, Any]) -> None:
             for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GracefulStop) and callback.stopped_by is not None:
                     raise Interrupted(callback.stopped_by)
+            if isinstance(run.trainer.strategy, ExpertParallelStrategy):
+                run.trainer.strategy.elastic.record_call(is_running=True)  # what follows is collective, too
             trained = _logged(run)
             if not config["doctor"]:
                 measure(run)

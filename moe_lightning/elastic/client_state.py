@@ -30,6 +30,7 @@ class JoinedWorld:
         probes: probe endpoint of each node.
         is_left: the main thread is not in it: it has not guarded it yet, or has come to the next join.
         is_done: the training in it is done, and no other has begun.
+        may_be_silent: it is done, and this process is in no further call of the Trainer: no other waits for it.
         reason: reason why it broke; None while it is intact.
         rating: quality of the reason: 1 an error, 2 a silent or a failed rank, 3 a death that a launcher reported.
         broken_at: time; None while it is intact.
@@ -41,6 +42,7 @@ class JoinedWorld:
     probes: Mapping[str, Endpoint] = field(default_factory=dict)
     is_left: bool = True
     is_done: bool = False
+    may_be_silent: bool = False
     reason: str | None = None
     rating: int = 0
     broken_at: float | None = None
@@ -240,14 +242,25 @@ class ClientState:
 
     def begin_fit(self) -> None:
         """Begin a training, perhaps a further one of a script in the same world."""
-        if self.guarded is not None and self.guarded.is_done:
+        self.record_call(is_running=True)
+        if self.guarded is not None:
             self.guarded.is_done = False
+
+    def record_call(self, *, is_running: bool) -> None:
+        """Record that a call of the Trainer begins or ends: others may wait in it for this process."""
+        world = self.guarded
+        if world is None or not world.is_done or world.may_be_silent is not is_running:
+            return
+        world.may_be_silent = not is_running
+        if is_running:
             self._send(t="begin")
+        else:
+            self._send(t="finish", number=self._finishes.own)
 
     def finish(self) -> None:
         """Announce that the training is done."""
         if self.guarded is not None:
-            self.guarded.is_done = True
+            self.guarded.is_done = self.guarded.may_be_silent = True
         self._finishes.own = max(self._number, self._finishes.own + 1)  # a further run may end in the same world
         self._send(t="finish", number=self._finishes.own)
 
@@ -299,7 +312,7 @@ class ClientState:
             "t": "member", "id": self.member_id, "expected": 1 if self._is_alone else self._task.expected,
             "patience": timeouts, "probe": None if probe is None else list(probe), "joining": self._join.is_waiting,
             "ready": self._join.is_ready, "number": self._number, "world": reported, "multiple": self._join.multiple,
-            "finished": self._finishes.own, "done": self.guarded is not None and self.guarded.is_done,
+            "finished": self._finishes.own, "done": self.guarded is not None and self.guarded.may_be_silent,
         }  # fmt: skip
 
     def receive(self, message: Message, now: float) -> None:

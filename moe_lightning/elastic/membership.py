@@ -149,6 +149,9 @@ class Membership(Protocol):
     def finish(self) -> None:
         """Announce that the training is done."""
 
+    def record_call(self, *, is_running: bool) -> None:
+        """Record that a call of the Trainer begins or ends, in which others may wait for this process."""
+
     def is_finished(self) -> bool:
         """Return True if the run has been finished, by others or by all."""
 
@@ -200,7 +203,8 @@ class ElasticSettings:
             this by the others' next join, unless it comes back.
         silence_timeout_s: a rank without heartbeats for this long, while the others make no step either, is evicted
             from its world (stopped, frozen, cut off). A thread in Python sends heartbeats: keep this above the longest
-            call that holds Python's lock. After the training, where it may export, a rank is not evicted for silence.
+            call that holds Python's lock. After the training a rank may export, and is
+            evicted for silence only in further calls of the Trainer.
         rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
             when ranks come or go. A rank that was evicted for dead links waits as long for the nodes behind them.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world

@@ -458,10 +458,18 @@ class RendezvousClient:
 
     def finish(self) -> None:
         """Announce that the training is done, to processes that wait to join too. As long as its launcher lives, this
-        process may be silent from now on.
+        process may be silent from now on, except in further calls of the Trainer.
         """
         with self._changed:
             self._state.finish()
+            self._carry_out()
+
+    def record_call(self, *, is_running: bool) -> None:
+        """Record that a call of the Trainer begins or ends: in one after the training others may wait for this process
+        in a collective.
+        """
+        with self._changed:
+            self._state.record_call(is_running=is_running)
             self._carry_out()
 
     def is_finished(self) -> bool:

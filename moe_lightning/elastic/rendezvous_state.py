@@ -17,7 +17,7 @@ Messages are dictionaries with a kind "t". Those of a worker:
     unreachable   all nodes of its world that do not answer its probes
     leave         it is no member any more
     finish        the run has ended, with this number
-    begin         after that this member begins another training
+    begin         after that this member calls the Trainer again, in which others may wait for it
 
 and those to a worker:
 
@@ -87,7 +87,7 @@ class Member:
         progress: the last count of its steps; -1 if a restarted host does not know it yet.
         multiple: the worlds of its run train in multiples of so many members.
         is_spare: it was notified that it waits until there are enough for a multiple.
-        is_done: it has finished the training, and has begun no other.
+        is_done: it has finished the training, and is in no further call of the Trainer.
     """
 
     id: str

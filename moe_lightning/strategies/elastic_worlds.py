@@ -306,6 +306,12 @@ class ElasticWorlds:
             self._departure = reason
         return True
 
+    def record_call(self, *, is_running: bool) -> None:
+        """Record that a call of the Trainer begins or ends: after the training a rank that is silent in one is evicted,
+        as in the training; elsewhere it may export.
+        """
+        self.engine.record_call(is_running=is_running)
+
     def close(self, error: Exception | None = None) -> None:
         """Leave for good, when training is over.
 

@@ -311,6 +311,7 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self.elastic.record_call(is_running=True)
         super().setup_environment()
         trainer, is_elastic = private_lightning.trainer_of(self.lightning_module), self.worlds.is_elastic
         if trainer is not None:  # a strategy may be set up without a Trainer
@@ -652,6 +653,7 @@ class ExpertParallelStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self.elastic.record_call(is_running=False)
         if (trainer := private_lightning.trainer_of(self.lightning_module)) is not None:
             private_lightning.use_own_methods(trainer)  # first: also where the rest fails
         self._hangs.end()

@@ -251,5 +251,8 @@ class FixedWorld:
         """Return None: no rank outlives another one, whose snapshots it could keep."""
         return None
 
+    def record_call(self, *, is_running: bool) -> None:
+        """Do nothing: nobody is evicted."""
+
     def close(self, error: Exception | None = None) -> None:
         """Do nothing: there is no membership to leave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from moe_lightning import ConfigurationError, ExpertParallelStrategy
+from moe_lightning import ConfigurationError, ExpertParallelStrategy, FaultRecovery
+from moe_lightning.elastic.membership import ElasticTask
+from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.strategies import expert_parallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer
@@ -98,3 +101,38 @@ def change_and_use(rank: int, world_size: int) -> bool:
 
 def test_what_is_loaded_after_training_counts() -> None:
     assert run_ranks(2, change_and_use) == [True, True]
+
+
+class Asking(pl.Callback):
+    """Records what the rendezvous host is told: whether this rank may be silent."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool] = []
+
+    def ask(self, trainer: pl.Trainer, *_: Any) -> None:
+        engine: Any = trainer.strategy.elastic.engine  # type: ignore[attr-defined]
+        self.answers.append(engine._state.introduction(None)["done"])
+
+    on_train_start = on_fit_end = on_test_start = ask
+
+
+def fit_and_test_elastically(rank: int, world_size: int) -> list[bool]:
+    with RendezvousServer() as host:
+        task = ElasticTask(address=str(host.address), secret_file=str(host.secret_file), node="a")
+        os.environ.update(task.to_environment())
+        module, asking = Evaluated(), Asking()
+        trainer = make_trainer(rank, world_size, max_steps=1, callbacks=[FaultRecovery(), asking])
+        for steps in (1, 2):
+            trainer.fit_loop.epoch_loop.max_steps = steps
+            trainer.fit(module, DataLoader(RandomTokens(48), batch_size=12))
+            asking.ask(trainer)
+            trainer.test(module, held_out(), verbose=False)
+            asking.ask(trainer)
+        trainer.strategy.elastic.close()  # type: ignore[attr-defined]
+        return asking.answers
+
+
+def test_a_rank_may_be_silent_after_the_training_but_not_in_a_test() -> None:
+    """It may export with Python's lock for minutes, but in a test the others wait for it."""
+    (answers,) = run_ranks(1, fit_and_test_elastically)
+    assert answers == [False, True, True, False, True] * 2

@@ -231,6 +231,27 @@ def test_the_host_knows_whether_a_process_trains_or_has_finished() -> None:
     assert not state.introduction(None)["done"]
 
 
+def test_the_host_knows_whether_a_process_that_has_finished_calls_the_trainer_again() -> None:
+    """Others may wait for it in a validation, not in an export."""
+    state = client()
+    state.receive(formed(state, 5, PEERS), 0.0)
+    state.guard(state.world.members)
+    for is_running in (True, False, True):
+        state.record_call(is_running=is_running)
+    assert state.outbox == [], "it has finished nothing"
+    state.finish()
+    state.record_call(is_running=False)
+    for is_running in (True, False):
+        state.record_call(is_running=is_running)
+        assert state.introduction(None)["done"] is not is_running
+    words = [(message["t"], message.get("number")) for message in state.outbox]
+    assert words == [("finish", 5), ("begin", None), ("finish", 5)]
+    state.record_call(is_running=True)
+    state.begin_fit()
+    assert [message["t"] for message in state.outbox[3:]] == ["begin"]
+    assert state.exceeded_limit_s(0.0) is None
+
+
 def test_waiting_has_limits() -> None:
     state = client()
     state.start_join(is_ready=False, is_spare=False)
