@@ -746,6 +746,8 @@ class RendezvousState:
         if (evicted := self._eviction(member_id, world)) is not None:
             self._evicted[member_id] = evicted
             self.clients.outbox.append((connection, evicted))
+            if message.get("done") is True:  # it joins no more, but is alive
+                self.clients.send_to_launcher(member_id, "arrived")
             return
         member = self._members.get(member_id)
         if member is None:
@@ -813,7 +815,9 @@ class RendezvousState:
         while len(self._evicted) > _MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
         self.clients.send_to([member.id], self._evicted[member.id])
-        if not probes:  # else it is alive, and registers later than its launcher waits for one that may hang
+        # One with dead links is alive, and registers later than its launcher waits for one that may hang; one that has
+        # finished may export, and does not register again.
+        if not probes and not member.is_done:
             self.clients.send_to_launcher(member.id, "evicted")
 
     def _record_death(self, token: str, how: str, now: float) -> None:

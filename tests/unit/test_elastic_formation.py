@@ -355,6 +355,25 @@ def test_who_has_finished_may_be_silent_while_its_launcher_is_heard(
             crowd.say(9, {"t": "beat", "progress": 0})
     assert (crowd.last(1, "evicted") is not None) == is_evicted
     assert (crowd.last(2, "broken") is not None) == is_evicted
+    is_done = meets_a_new_host or says == ("finish",)
+    assert (crowd.last(9, "evicted") is not None) == (is_evicted and not is_done), "its launcher would kill it"
+
+
+def test_a_launcher_does_not_kill_who_was_evicted_by_a_new_host_and_has_finished() -> None:
+    """It could not introduce itself there while an export held Python's lock."""
+    crowd = Crowd()
+    world = world_of("a", "b")
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": 2})
+    crowd.join(2, "b", joining=False, number=7, world=world)
+    for _ in range(24):
+        crowd.tick(0.5)
+        for connection in (2, 9):
+            crowd.say(connection, {"t": "beat", "progress": 0})
+    assert crowd.last(9, "evicted")["token"] == "token-a"
+    for is_done in (False, True):
+        crowd.join(1, "a", joining=False, number=7, world=world, finished=7, done=is_done)
+        assert crowd.last(1, "evicted") is not None
+        assert (crowd.last(9, "arrived") == {"t": "arrived", "token": "token-a"}) == is_done
 
 
 def test_all_members_are_sent_one_message_of_their_world() -> None:
