@@ -289,16 +289,19 @@ def _stack_of_main_thread() -> str:
     return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
-AT_FAILURE: list[Callable[[Exception], object]] = []
-"""Functions that get the exception that ends this process, before exit handlers run, which may upload for minutes."""
+AT_FAILURE: list[Callable[[BaseException], object]] = []
+"""Functions that get the error that ends this process, before exit handlers run, which may upload for minutes."""
 
 
 def _run(run: Callable[[], object]) -> None:
     try:
         run()
-    except Exception as error:
-        for call in [*AT_FAILURE]:  # each may remove itself
-            call(error)
+    except (Exception, SystemExit) as end:
+        if not isinstance(end, SystemExit) or end.code not in (None, 0):
+            # The script may have handled the error, as Hydra does.
+            is_handled = isinstance(end, SystemExit) and isinstance(end.__context__, Exception)
+            for call in [*AT_FAILURE]:  # each may remove itself
+                call(end.__context__ or end if is_handled else end)
         raise
 
 

@@ -312,7 +312,7 @@ class ElasticWorlds:
         """
         self.engine.record_call(is_running=is_running)
 
-    def close(self, error: Exception | None = None) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Leave for good, when training is over.
 
         Args:

@@ -254,5 +254,5 @@ class FixedWorld:
     def record_call(self, *, is_running: bool) -> None:
         """Do nothing: nobody is evicted."""
 
-    def close(self, error: Exception | None = None) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Do nothing: there is no membership to leave."""

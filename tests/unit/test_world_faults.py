@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,11 +231,17 @@ def test_the_others_need_not_wait_for_exit_handlers_of_a_rank_that_failed(
         assert other.join().size == 1
 
 
+@pytest.mark.parametrize("exits", [False, True])
 @pytest.mark.parametrize("error", [ValueError("no"), Preempted("it shall leave")])
 def test_the_others_need_not_wait_for_exit_handlers_of_a_script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, exits: bool
 ) -> None:
-    """Those of a script run when `work` has returned."""
+    """Those of a script run when `work` has returned, or has passed its SystemExit on.
+
+    Args:
+        exits: the script handles the error and exits, as Hydra does.
+    """
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
     monkeypatch.setenv(FAILURE_FILE_VARIABLE, str(tmp_path / "failure.json"))
     monkeypatch.setenv("RANK", "1")
     with RendezvousServer() as host, ExitStack() as stack, ThreadPoolExecutor() as pool:
@@ -254,9 +261,15 @@ def test_the_others_need_not_wait_for_exit_handlers_of_a_script(
 
         def script() -> None:
             elastic.join_first(1)
-            raise error
+            try:
+                raise error
+            except Exception:
+                if exits:
+                    sys.exit(1)
+                raise
 
-        assert work("elastic", script) == (76 if isinstance(error, Preempted) else 1)
+        with pytest.raises(SystemExit) if exits else nullcontext():
+            assert work("elastic", script) == (76 if isinstance(error, Preempted) else 1)
         other.guard(joined.result(), lambda: None)
         if isinstance(error, Preempted):
             assert failing._closed.is_set()
