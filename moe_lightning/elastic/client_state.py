@@ -6,13 +6,16 @@ the peer of `RendezvousState`; `RendezvousClient` connects the two. Times are se
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id
+from moe_lightning.elastic.membership import ElasticTask, Members, new_member_id, node_of
 from moe_lightning.elastic.protocol import Message, WireError
 from moe_lightning.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 Endpoint = tuple[str, int]
 
@@ -73,12 +76,14 @@ class _Join:
         is_waiting: for a world.
         is_ready: set up.
         is_spare: waits until there are enough for a multiple.
+        is_announced: a line says that it waits for members that have finished the training.
     """
 
     multiple: int
     is_waiting: bool = False
     is_ready: bool = False
     is_spare: bool = False
+    is_announced: bool = False
 
 
 @dataclass(kw_only=True)
@@ -156,7 +161,7 @@ class ClientState:
             self.guarded.is_left = True
         if self._return is not None and not is_spare:
             self._return.has_failed = True
-        self._join.is_waiting = True
+        self._join.is_waiting, self._join.is_announced = True, False
         self._join.is_ready = is_ready
         if self.eviction is None:
             self._send(t="join", ready=is_ready, spare=is_spare)
@@ -183,7 +188,8 @@ class ClientState:
         After an eviction for dead links this process returns once all the same: the nodes behind them may have ended or
         been started again, at endpoints that the host knows. It raises if that world breaks before its next step or an
         agreed change: each further world would break as well, perhaps by errors of this process that come before any
-        probe. It waits without a limit for members that have finished the training, which may export for long.
+        probe. It waits without a limit for members that have finished the training, which may export for long,
+        and says so after `join_timeout_s`.
         """
         settings, eviction = self._task.settings, self.eviction
         if self._return is not None and self._return.has_failed:
@@ -192,9 +198,18 @@ class ClientState:
         if eviction is not None and now - eviction.at > settings.rendezvous_timeout_s:
             self._return = _Return(eviction.reason)
             self.end_probes()
-        waits_for_others = self._waits_for_a_step or self.is_late()
-        if now - started > settings.join_timeout_s and not waits_for_others:
+        if now - started <= settings.join_timeout_s or self._waits_for_a_step:
+            return
+        if not self.is_late():
             raise WorldTooSmall(f"no world within {settings.join_timeout_s:g} s: look at the other workers")
+        if not self._join.is_announced and self.guarded is not None:
+            self._join.is_announced = True
+            others = sorted({node_of(id) for id in self.guarded.members.ids if id != self.member_id})
+            logger.warning(
+                "this rank waits for others to end, on nodes %s, which have finished the training and may export: end "
+                "the process of one that hangs",
+                ", ".join(others[:4]),
+            )
 
     def withdraw_if_early(self, now: float) -> bool:
         """Leave this first world again if others had set up before it; True if so."""

@@ -328,7 +328,9 @@ def test_who_has_withdrawn_from_a_world_that_trains_waits_as_one_outside_of_it(a
     assert state.is_unneeded()
 
 
-def test_who_repeats_the_end_of_a_training_waits_for_those_that_have_finished_it() -> None:
+def test_who_repeats_the_end_of_a_training_waits_for_those_that_have_finished_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """They may export for longer than any limit, and end with the run if it ends with a mistake."""
     state = client()
     state.receive({"t": "state", "finished": 3, "exists": False}, 0.0)
@@ -339,7 +341,12 @@ def test_who_repeats_the_end_of_a_training_waits_for_those_that_have_finished_it
     with pytest.raises(WorldTooSmall, match="no world within 60 s"):
         state.check_wait(0.0, 60.1)
     state.receive({"t": "finished", "finished": 5}, 0.0)
-    state.check_wait(0.0, 1e6)
+    state.check_wait(0.0, 60.0)
+    assert caplog.messages == []
+    for now in (60.1, 1e6):
+        state.check_wait(0.0, now)
+    (line,) = caplog.messages
+    assert line.startswith("this rank waits for others to end, on nodes node-1, node-2, node-3, which have finished")
     assert not state.is_unneeded(), "it may hold state, and has to export"
 
 
