@@ -678,6 +678,7 @@ def end_epoch(trainer: pl.Trainer, *, drop_logged: bool) -> None:
     loop = trainer.fit_loop
     epoch_loop = loop.epoch_loop
     if drop_logged:
+        forget_logged(trainer)  # a Metric is the user's own, and goes on in the next epoch
         epoch_loop._results.clear()
     _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # see _end_epoch_without_restart
     epoch_loop.batch_progress.increment_completed()

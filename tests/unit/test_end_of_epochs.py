@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torchmetrics import SumMetric
 
 from moe_lightning.compat import private_lightning
 from moe_lightning.parallel.context import World
@@ -34,6 +35,17 @@ def test_a_metric_is_required_again_after_an_end_that_fails(monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="a rank is lost"):
         trainer.fit_loop.on_advance_end()
     assert config.strict
+
+
+def test_a_metric_whose_average_is_dropped_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, metric = pl.Trainer(logger=False, enable_checkpointing=False), SumMetric()
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        monkeypatch.setattr(loop, "on_advance_end", lambda *_: None)
+    monkeypatch.setattr(private_lightning, "_fetcher", lambda _: None)
+    metric.update(1.0)
+    trainer.fit_loop.epoch_loop._results.log("training_step", "sum", metric, on_step=False, on_epoch=True)
+    private_lightning.end_epoch(trainer, drop_logged=True)
+    assert (metric.update_count, float(metric.sum_value)) == (0, 0.0)
 
 
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
