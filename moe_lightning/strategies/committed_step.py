@@ -405,7 +405,7 @@ class CommittedStep:
     def begin_fit(self) -> None:
         """Begin with what a fit starts from."""
         self.version, self.progress = self._state.trainer.global_step, None
-        self.is_torn, self.prepared = False, None
+        self.is_torn, self.prepared, self._logged = False, None, None
 
     def begin_loop(self) -> None:
         """Remember where the fit loop starts; what was restored stays the place to go back to."""
@@ -523,6 +523,7 @@ class CommittedStep:
             assert saved is not None
             self.progress = FitProgress.from_checkpoint(saved.read_object("trainer"), trainer)
             private_lightning.forget_logged(trainer)
+            self._logged = None
             self.batch.forget()
         trainer.should_stop &= is_live  # else as in a resumed run: checkpoints do not hold it
 

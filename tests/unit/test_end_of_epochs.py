@@ -120,6 +120,28 @@ def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
     assert ended_epoch(step, world, monkeypatch) == {"with_newcomers": True, "drop_logged": True}
 
 
+@pytest.mark.parametrize("forgets", ["receive", "begin_fit"])
+def test_values_before_a_saved_step_or_of_another_fit_are_not_restored(
+    saved_trainer: tuple[pl.Trainer, dict[str, Any]], forgets: str
+) -> None:
+    """The rank was in the batch after that step."""
+    trainer, saved = saved_trainer
+    saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 5
+    state: Any = SimpleNamespace(trainer=trainer, restored=SimpleNamespace(read_object=lambda _: saved))
+    step, logged = CommittedStep(state), trainer.fit_loop.epoch_loop._results
+    logged.log("training_step", "tokens", torch.tensor(1.0), reduce_fx="sum")
+    step.begin_batch()
+    if forgets == "begin_fit":
+        step.begin_fit()
+        logged.reset()
+        step.progress = FitProgress.from_checkpoint(saved, trainer)
+    else:
+        step.receive(plan_of("memory"), World.single())
+    step.restore()
+    assert not [*logged.valid_items()]
+
+
 def ended_epoch(step: CommittedStep, world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     """Finish a step, and return how its batch and its epoch were ended."""
     found: dict[str, bool] = {}
