@@ -41,6 +41,7 @@ class FitProgress:
         lr_schedulers_next: the same as the next batch or epoch begins, after plateaus that count the step or epoch, and
             after a validation; None before.
         rates: learning rates of each optimizer's groups, before these lower them.
+        rates_next: the same at the moment of `lr_schedulers_next`.
         precision: state of the precision plugin: the scale of the loss under float16.
         validation_is_due: a validation follows this step, which no recovery has repeated, and the next batch or epoch
             has not begun yet.
@@ -61,6 +62,7 @@ class FitProgress:
     lr_schedulers: list[dict[str, Any]]
     lr_schedulers_next: list[dict[str, Any]] | None = None
     rates: list[list[float | Tensor]] = field(default_factory=list)
+    rates_next: list[list[float | Tensor]] = field(default_factory=list)
     precision: dict[str, Any] = field(default_factory=dict)
     validation_is_due: bool = False
     epoch_is_over: bool = False
@@ -80,7 +82,7 @@ class FitProgress:
     @classmethod
     def of(cls, trainer: pl.Trainer, *, after_step: bool) -> FitProgress:
         """Record the progress of a trainer in `on_train_batch_end` after an optimizer step, or in `on_train_start`."""
-        loop, schedulers = trainer.fit_loop, _schedulers(trainer)
+        loop, schedulers, rates = trainer.fit_loop, _schedulers(trainer), _rates(trainer)
         return cls(
             validation_is_due=after_step and private_lightning.is_validation_due(trainer),
             epoch_is_over=after_step and loop.epoch_loop.batch_progress.is_last_batch,
@@ -89,15 +91,16 @@ class FitProgress:
             loaders=loader_states(trainer.train_dataloader),
             lr_schedulers=schedulers,
             lr_schedulers_next=None if after_step else schedulers,
-            rates=[
-                [copy.deepcopy(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers
-            ],
+            rates=rates,
+            rates_next=[] if after_step else rates,
             precision=trainer.precision_plugin.state_dict(),
         )
 
     def after_validation(self, trainer: pl.Trainer) -> FitProgress:
         """Return the progress after the same step once the next batch begins."""
-        return replace(self, validation_is_due=False, lr_schedulers_next=_schedulers(trainer))
+        return replace(
+            self, validation_is_due=False, lr_schedulers_next=_schedulers(trainer), rates_next=_rates(trainer)
+        )
 
     def after_epoch(self, trainer: pl.Trainer) -> FitProgress:
         """Return the progress after the same step, in `on_train_epoch_start` of the next epoch."""
@@ -164,7 +167,9 @@ class FitProgress:
         counts_steps = any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs)
         # Plateaus or a validation may have lowered them since, on some ranks.
         if ended is None and (self.epoch_is_over or self.validation_is_due or counts_steps):
-            self._restore_rates(trainer)
+            _restore_rates(trainer, self.rates)
+        elif ended is not None and self.decisions_later is not None:  # a validation within the next step may have
+            _restore_rates(trainer, self.rates_next)
         if self.precision:
             trainer.precision_plugin.load_state_dict(self.precision)
         loaders = list(private_torch.tree_leaves(trainer.train_dataloader))
@@ -186,17 +191,22 @@ class FitProgress:
         is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return replace(self, validation_is_due=is_due, epoch_is_over=is_over, is_saved=False)
 
-    def _restore_rates(self, trainer: pl.Trainer) -> None:
-        for optimizer, rates in zip(trainer.optimizers, self.rates, strict=False):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
-
 
 def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:
     return [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
+
+
+def _rates(trainer: pl.Trainer) -> list[list[float | Tensor]]:
+    return [[copy.deepcopy(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+
+
+def _restore_rates(trainer: pl.Trainer, saved: list[list[float | Tensor]]) -> None:
+    for optimizer, rates in zip(trainer.optimizers, saved, strict=False):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def shared_progress(

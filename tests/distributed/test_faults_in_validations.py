@@ -132,6 +132,15 @@ class OnPlateau(Module):
             lose(self.trainer)
 
 
+class WithinAStep(OnPlateau):
+    """Loses the rank after the third validation, which comes within a step."""
+
+    def lose_once(self) -> None:
+        if self.trainer.fit_loop.total_batch_idx == 3 * EPOCH - 1 and not self._is_hit:
+            self._is_hit = True
+            lose(self.trainer)
+
+
 class Early(pl.Callback):
     """Loses the rank of the module before other callbacks know that the next batch begins."""
 
@@ -472,6 +481,18 @@ def test_a_plateau_counts_each_step_once(is_validated: bool) -> None:
     assert calm == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
     assert later == [*calm[:4], *calm[3:]]
     assert sooner == calm
+
+
+def lower_within_a_step(rank: int, world_size: int) -> list[float]:
+    take_part("planned", ((0,), (0,)), 0, Path("store").resolve())
+    module = WithinAStep(is_validated=True, is_hit=False)
+    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 3, "accumulate_grad_batches": 2}
+    make_trainer(rank, world_size, callbacks=[FaultRecovery()], **options).fit(module, *inputs()[1:])
+    return module.rates
+
+
+def test_a_plateau_counts_a_validation_within_a_step_once() -> None:
+    assert run_ranks(1, lower_within_a_step) == [[*[1.0] * (3 * EPOCH - 1), 0.5, 1.0, 0.5]]
 
 
 class Interrupted(LatestCheckpoint):
