@@ -50,7 +50,8 @@ class FitProgress:
         decisions_at_end: the same before the end of the epoch, until the next step; None before.
         decisions_later: the same before a validation that Lightning itself repeats as it goes on from here, within the
             next step or resumed in its middle; None before.
-        is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two are not known.
+        is_saved: the loop has not been restored to it since it was read from a checkpoint, so these two and the
+            rates are not known.
         went_back: the run has gone back to this step, and made no other since.
         is_adopted: True if this rank, or one that it has finished the step with, has it from another rank or a
             checkpoint, and has made no other since.
@@ -189,7 +190,7 @@ class FitProgress:
             return replace(self, is_saved=False)
         is_due = private_lightning.is_validation_due(trainer)
         is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return replace(self, validation_is_due=is_due, epoch_is_over=is_over, is_saved=False)
+        return replace(self, validation_is_due=is_due, epoch_is_over=is_over, rates=_rates(trainer), is_saved=False)
 
 
 def _schedulers(trainer: pl.Trainer) -> list[dict[str, Any]]:

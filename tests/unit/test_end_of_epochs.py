@@ -120,6 +120,17 @@ def test_what_is_due_after_a_saved_step_outlives_a_fault_before_it_is_restored(
     assert ended_epoch(step, world, monkeypatch) == {"with_newcomers": True, "drop_logged": True}
 
 
+def test_an_end_after_a_saved_step_that_is_repeated_lowers_a_rate_once(
+    saved_trainer: tuple[pl.Trainer, dict[str, Any]],
+) -> None:
+    trainer, saved = saved_trainer
+    trainer.strategy.optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.5)]
+    progress = FitProgress.from_checkpoint(saved, trainer).restore(trainer)
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.25
+    progress.restore(trainer)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("forgets", ["receive", "begin_fit"])
 def test_values_before_a_saved_step_or_of_another_fit_are_not_restored(
     saved_trainer: tuple[pl.Trainer, dict[str, Any]], forgets: str
