@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.elastic.protocol import Address, create_secret
@@ -171,11 +172,25 @@ class Training:
 
     def leader(self) -> str:
         """The host whose launcher hosts the rendezvous."""
-        url = f"http://{self.hosts.address(self.rendezvous)}:{PORT}/v3/kv/range"
-        question = json.dumps({"key": base64.b64encode(b"/moe-lightning/run/leader").decode()})
-        answer = json.loads(self._said(self.rendezvous, [sys.executable, "-c", _ASK, url, question]))
+        key = base64.b64encode(b"/moe-lightning/run/leader").decode()
+        answer = self._ask_etcd(self.rendezvous, "kv/range", {"key": key})
         address = Address.parse(json.loads(base64.b64decode(answer["kvs"][0]["value"]))["address"])
         return next(name for name in self.members if self.hosts.address(name) == address.host)
+
+    def let_lead_etcd(self, name: str) -> None:
+        """Make a member of etcd the leader of its cluster."""
+        status = {member: self._ask_etcd(member, "maintenance/status", {}) for member in self.etcd}
+        ids = {member: answer["header"]["member_id"] for member, answer in status.items()}
+        former = next(member for member in self.etcd if ids[member] == status[name]["leader"])
+        if former != name:
+            self._ask_etcd(former, "maintenance/transfer-leadership", {"targetID": ids[name]})
+
+    def _ask_etcd(self, name: str, path: str, question: Mapping[str, str]) -> dict[str, Any]:
+        """The answer of a member of etcd, which is asked on its host."""
+        url = f"http://{self.hosts.address(name)}:{PORT}/v3/{path}"
+        return cast(
+            "dict[str, Any]", json.loads(self._said(name, [sys.executable, "-c", _ASK, url, json.dumps(question)]))
+        )
 
     def kill(self, name: str) -> None:
         """Kill the worker of a host."""
