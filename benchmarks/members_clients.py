@@ -441,7 +441,7 @@ class Crowd:
         for launcher in self.launchers.values():
             for member in launcher.members.values():
                 if member.rank == 0 and member.is_training:
-                    member.send({"t": "broken", "number": member.world, "reason": "newcomers"})
+                    member.send({"t": "broken", "number": member.world, "reason": "newcomers", "rating": 1})
 
 
 def serve(plan: Plan, pipe: Connection) -> None:
