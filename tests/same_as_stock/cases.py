@@ -592,6 +592,7 @@ def _(run: Run) -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 _EPOCH = "a run saved at the end of an epoch goes on in the next one: stock counts itself in the ended one until then"
+_BEGUN = "an epoch that begins where a run resumes is counted: stock does not, and trains an epoch too many later"
 
 
 def resume(name: str, kind: Any = m.Taped, to: int = 3, every: int | None = None, **options: Any) -> None:
@@ -620,7 +621,7 @@ def resume(name: str, kind: Any = m.Taped, to: int = 3, every: int | None = None
 resume("resume after an epoch")
 resume("resume between validations", val_check_interval=2)
 resume("resume under accumulation", accumulate_grad_batches=2)
-resume("resume steps", every=2)
+resume("resume steps", every=2, ignored=("trainers",), why=_BEGUN)
 resume("resume a scheduler", scheduled())
 resume("resume a plateau", scheduled(make=m.plateau, interval="epoch", monitor="val_loss"))
 resume("resume two schedulers", m.TwoSchedulers)
