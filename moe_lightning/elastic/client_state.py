@@ -171,9 +171,10 @@ class ClientState:
         return self.is_late() and self._waits_for_a_step
 
     @property
-    def has_no_state(self) -> bool:
+    def is_dispensable(self) -> bool:
         """True while this process waits to join and no other needs its state."""
-        return self.guarded is None or self._join.is_spare  # also if it has withdrawn from a first world
+        has_no_state = self.guarded is None or self._join.is_spare  # also if it has withdrawn from a first world
+        return has_no_state or self.is_late()
 
     @property
     def _waits_for_a_step(self) -> bool:
@@ -188,8 +189,8 @@ class ClientState:
         After an eviction for dead links this process returns once all the same: the nodes behind them may have ended or
         been started again, at endpoints that the host knows. It raises if that world breaks before its next step or an
         agreed change: each further world would break as well, perhaps by errors of this process that come before any
-        probe. It waits without a limit for members that have finished the training, which may export for long,
-        and says so after `join_timeout_s`.
+        probe. It waits without a limit for members that have finished the training, which may export for long, and says
+        so after `join_timeout_s`.
         """
         settings, eviction = self._task.settings, self.eviction
         if self._return is not None and self._return.has_failed:

@@ -203,8 +203,8 @@ class ElasticSettings:
             this by the others' next join, unless it comes back.
         silence_timeout_s: a rank without heartbeats for this long, while the others make no step either, is evicted
             from its world (stopped, frozen, cut off). A thread in Python sends heartbeats: keep this above the longest
-            call that holds Python's lock. After the training a rank may export, and is
-            evicted for silence only in further calls of the Trainer.
+            call that holds Python's lock. After the training a rank may export, and is evicted for silence only in
+            further calls of the Trainer.
         rendezvous_timeout_s: how long a process that needs the rendezvous host waits for it. Training needs it only
             when ranks come or go. A rank that was evicted for dead links waits as long for the nodes behind them.
         hang_timeout_s: a member whose main thread does not come to the next join within this time after its world

@@ -341,7 +341,7 @@ class RendezvousClient:
             is_spare: the others go on without this process, which waits until there are enough for a multiple.
 
         Raises:
-            Preempted: a notice came while this process held nothing that others need.
+            Preempted: a notice came while this process held nothing that others need, or they had finished the run.
             RunFinished: the others finished while this process was spare, stopped or unreachable.
             WorldTooSmall: no world formed within `join_timeout_s`, and none that trains may be joined later.
             ConfigurationError: the rendezvous host did not answer for `rendezvous_timeout_s`, or links to members
@@ -356,7 +356,7 @@ class RendezvousClient:
                     state.rename()
                 if state.is_unneeded():
                     raise RunFinished("the others have finished the run, and need this process no more")
-                if state.has_no_state and self.notice is not None:
+                if state.is_dispensable and self.notice is not None:
                     state.leave()
                     self._carry_out()
                     raise Preempted(self.notice)

@@ -313,12 +313,17 @@ class DeadLinks:
             if node in nodes and node != member.node
         }
         silent = {m.node for m in inside if now - m.last_seen > m.timeouts.silence_s / 2 or m.lost_at is not None}
-        if any(link & silent for link in dead):
+        finished = silent - {member.node for member in inside if not member.is_done}  # may be silent for long
+        later = {link for link in dead if link & finished}
+        dead -= later
+        is_early = any(link & silent for link in dead)
+        self._decide_at = None
+        if later or is_early:
+            self._decide_at = now + decision_s(max(member.timeouts.silence_s for member in inside))
+        if is_early:
             # A member that is silent to the host too falls under the silence timeout. When it is heard again the others
             # first have time to withdraw their reports.
-            self._decide_at = now + decision_s(max(member.timeouts.silence_s for member in inside))
             return []
-        self._decide_at = None
         staying = connected_nodes(inside, dead)
         return [
             (member, sorted(node for node in staying if frozenset((member.node, node)) in dead))

@@ -455,6 +455,7 @@ class ElasticWorlds:
 
         Raises:
             MembersChange: somebody came, or shall leave.
+            RunFinished: the others have finished the run, and no mesh fits those that are left.
             WorldTooSmall: on all ranks, nobody came within `join_timeout_s`; the state is saved.
         """
         worlds, settings, loop = self._strategy.worlds, self.engine.task.settings, self._state.trainer.fit_loop
@@ -467,7 +468,11 @@ class ElasticWorlds:
         deadline, ends = time.monotonic() + timeout_s, False
         while not ends:
             is_asked = self.engine.has_newcomers() or self.engine.notice is not None
-            changes, ends = any_says([is_asked, time.monotonic() > deadline], world)
+            is_late, changes, ends = any_says([self.engine.is_late(), is_asked, time.monotonic() > deadline], world)
+            if is_late and world.size >= worlds.axes.num_ranks:
+                return  # to repeat the end of the training, which any number may do
+            if is_late:
+                raise RunFinished("the others have finished the run, and strategy.mesh needs more ranks than are left")
             if changes:
                 raise MembersChange(f"ranks come or leave while there are fewer than {limit}")
             time.sleep(_POLL_S)

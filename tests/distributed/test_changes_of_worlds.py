@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
 from moe_lightning.elastic.membership import MEMBERSHIPS, ElasticSettings, ElasticTask, Members, new_member_id
-from moe_lightning.elastic.worker import Preempted
+from moe_lightning.elastic.worker import Preempted, RunFinished
 from moe_lightning.parallel.abort import store_barrier
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cut_of, local
@@ -303,3 +303,42 @@ def test_a_rank_without_a_place_stays_for_those_that_leave(axis: str, dense: str
     kept = [values["left"] for values in run_ranks(4, train_in_worlds, {"left": run})]
     former = {key: value for before, _ in kept for key, value in before.get(0, {}).items()}
     check_values(former, [after.get(3, {}) for _, after in kept], run, 3)
+
+
+class Left(PlannedMembership):
+    """Membership of a process that the others have left behind: they have finished the run."""
+
+    def is_late(self) -> bool:
+        return True
+
+
+def train_below_min_ranks(rank: int, world_size: int, mesh: dict[str, int]) -> tuple[int, str]:
+    """Return how many steps this rank makes alone after the others have finished, and why it makes no more."""
+    MEMBERSHIPS.register("left")(partial(Left, ((0,),), dist.FileStore(str(Path.cwd() / "left"), -1)))
+    settings = ElasticSettings(min_ranks=2, join_timeout_s=0.1, membership="left")
+    task = ElasticTask(address="none", secret_file="none", settings=settings, node="node0", slot=0, expected=1)
+    os.environ.update(task.to_environment())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    strategy = {"mesh": mesh, "micro_batches": 2} if mesh else {}
+    trainer = make_trainer(rank, 1, strategy, max_steps=STEPS, callbacks=[FaultRecovery()])
+    reason = ""
+    try:
+        trainer.fit(GPTModule(MODEL, OptimizerConfig(lr=3e-3)), DataLoader(RandomTokens(), batch_size=12))
+    except RunFinished as end:
+        reason = str(end)
+    return trainer.global_step, reason
+
+
+@pytest.mark.parametrize(
+    ("mesh", "end"),
+    [
+        ({}, (STEPS, "")),
+        slow({"pp": 2}, (0, "the others have finished the run, and strategy.mesh needs more ranks than are left")),
+    ],
+    ids=["ddp", "pp"],
+)
+def test_who_is_left_by_others_that_have_finished_repeats_the_end_of_the_training(
+    mesh: dict[str, int], end: tuple[int, str]
+) -> None:
+    assert run_ranks(1, train_below_min_ranks, mesh) == [end]

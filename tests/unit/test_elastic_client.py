@@ -323,7 +323,7 @@ def test_who_has_withdrawn_from_a_world_that_trains_waits_as_one_outside_of_it(a
     assert state.withdraw_if_early(0.0)
     state.start_join(is_ready=True, is_spare=False)
     state.check_wait(0.0, 1e6)
-    assert state.has_no_state, "it may leave on a notice"
+    assert state.is_dispensable, "it may leave on a notice"
     state.receive({"t": "finished", "finished": 5}, 0.0)
     assert state.is_unneeded()
 
@@ -340,9 +340,11 @@ def test_who_repeats_the_end_of_a_training_waits_for_those_that_have_finished_it
     state.start_join(is_ready=True, is_spare=False)
     with pytest.raises(WorldTooSmall, match="no world within 60 s"):
         state.check_wait(0.0, 60.1)
+    assert not state.is_dispensable
     state.receive({"t": "finished", "finished": 5}, 0.0)
     state.check_wait(0.0, 60.0)
     assert caplog.messages == []
+    assert state.is_dispensable, "on a notice it leaves: the others have saved what is left of the run"
     for now in (60.1, 1e6):
         state.check_wait(0.0, now)
     (line,) = caplog.messages

@@ -461,6 +461,31 @@ def test_a_rank_that_was_silent_for_a_while_is_left_out_only_if_its_link_stays_d
     assert (crowd.last(2, "evicted") is None) == is_withdrawn
 
 
+def test_a_dead_link_is_decided_on_beside_a_silent_rank_that_has_finished() -> None:
+    """Links to the silent one stay undecided: it answers no probe either, and may export for long."""
+    crowd = Crowd()
+    for connection, name in enumerate("abcd"):
+        crowd.join(connection, name, expected=4, probe=["10.0.0.1", 1000 + connection])
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": 4})
+    number, _ = crowd.worlds[0]
+    crowd.say(0, {"t": "finish", "number": number})
+
+    def wait(seconds: float) -> None:
+        for _ in range(round(2 * seconds)):
+            crowd.tick(0.5)
+            for connection in (1, 2, 3, 9):
+                crowd.say(connection, {"t": "beat", "progress": 0})
+
+    wait(4.0)
+    crowd.say(2, {"t": "unreachable", "number": number, "nodes": ["node-a"]})
+    wait(4.0)
+    assert all(crowd.last(connection, "evicted") is None for connection in range(4))
+    crowd.say(1, {"t": "unreachable", "number": number, "nodes": ["node-a", "node-d"]})
+    wait(1.0)
+    evicted = [connection for connection in range(4) if crowd.last(connection, "evicted")]
+    assert evicted in ([1], [3])
+
+
 @pytest.mark.parametrize("peers", [(), ("b",)])
 def test_who_comes_back_from_a_world_of_its_own_waits_for_no_others(peers: tuple[str, ...]) -> None:
     """It has the only state, and the others that were started may never come; peers would come back, too."""
