@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from moe_lightning.strategies.placed_experts import MigrationReport, PlacedExperts
 
 
-def find_blocks(module: nn.Module, num_stages: int) -> nn.ModuleList:
-    """Return the longest of the outermost ModuleLists.
+def find_blocks(module: nn.Module, num_stages: int, stages_per_rank: int) -> nn.ModuleList:
+    """Return the longest of the outermost ModuleLists, which num_stages stages share.
 
     Raises:
         ConfigurationError: there is none, or it cannot be cut into so many stages.
@@ -62,8 +62,10 @@ def find_blocks(module: nn.Module, num_stages: int) -> nn.ModuleList:
     if len(set(chosen)) < number:
         raise ConfigurationError(f"some blocks of {name} are the same module, which mesh.pp cannot cut: drop mesh.pp")
     if number < num_stages:
+        schedule = "" if stages_per_rank == 1 else ", or schedule=1f1b"
         raise ConfigurationError(
-            f"{num_stages} stages of mesh.pp are more than the {number} blocks of {name}: use at most {number}"
+            f"mesh.pp={num_stages // stages_per_rank} cuts a model in {num_stages} stages, more than the {number} "
+            f"blocks of {name}: use at most {number // stages_per_rank}{schedule}"
         )
     return chosen
 
@@ -98,7 +100,7 @@ class StageCut:
     def __init__(self, module: nn.Module, stages: Sequence[int], num_stages: int) -> None:
         self.stages, self.num_stages = tuple(stages), num_stages
         self.module = module
-        self._list = find_blocks(module, num_stages) if num_stages > 1 else nn.ModuleList()
+        self._list = find_blocks(module, num_stages, len(self.stages)) if num_stages > 1 else nn.ModuleList()
         self._blocks = list(self._list)
         self.bounds = cut(len(self._blocks), num_stages)
         self._stage_of: dict[nn.Module, int] = {}

@@ -750,6 +750,20 @@ def test_what_cannot_be_cut_is_refused(module: Any, words: str) -> None:
     assert any(words in text for text in found), found
 
 
+@pytest.mark.parametrize(
+    ("stages", "num_stages", "words"),
+    [
+        ((0,), 3, "mesh.pp=3 cuts a model in 3 stages, more than the 2 blocks of body: use at most 2"),
+        ((0, 2), 4, "mesh.pp=2 cuts a model in 4 stages, .* use at most 1, or schedule=1f1b"),
+    ],
+)
+def test_more_stages_than_blocks_are_refused(stages: tuple[int, ...], num_stages: int, words: str) -> None:
+    module = Own()
+    module.body = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    with pytest.raises(ConfigurationError, match=f"{words}$"):
+        StageCut(module, stages, num_stages)
+
+
 class Scaled(nn.Linear):
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         return super().forward(x) * scale
