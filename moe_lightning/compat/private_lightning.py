@@ -1007,21 +1007,37 @@ def forget_logged(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop._results.reset()
 
 
-def compare_reduced(trainer: pl.Trainer, compare: Callable[[list[str]], None]) -> None:
-    """Call `compare` at each end of an epoch with the keys of the values that are reduced over ranks next, one after
-    the other, until `use_own_methods`. No public hook comes between the last batch and the reductions.
+def order_reduced(trainer: pl.Trainer, agree: Callable[[list[str]], list[str]]) -> None:
+    """Call `agree` at each end of an epoch with the keys of the values that are reduced over ranks next, until
+    `use_own_methods`: those that it returns are reduced in this order, the others stay those of this rank. No public
+    hook comes between the last batch and the reductions.
     """
     connector: Any = trainer._logger_connector
 
     def epoch_end_reached() -> None:
         type(connector).epoch_end_reached(connector)
         results: Any = trainer._results
-        compare([key for key, value in results.valid_items() if value.meta.on_epoch and _is_reduced(value)])
+        found = {key: value for key, value in results.valid_items() if _is_reduced(value)}
+        agreed = agree(list(found))
+        for key in found.keys() - set(agreed):
+            _compute_alone(found[key])
+        if agreed != list(found):  # which orders what is displayed, too
+            results.update({key: results.pop(key) for key in agreed})
 
     _replace(connector, "epoch_end_reached", epoch_end_reached)
 
 
+def _compute_alone(value: Any) -> None:
+    """Compute the value of an epoch, which is remembered, without other ranks."""
+    switch, name = (value.meta.sync, "should") if value.is_tensor else (value.value, "sync_on_compute")
+    setattr(switch, name, False)
+    value.compute()
+    setattr(switch, name, True)
+
+
 def _is_reduced(value: Any) -> bool:
+    if not value.meta.on_epoch:
+        return False
     if not value.is_tensor:  # a Metric reduces itself
         return bool(value.value.sync_on_compute)
     sync = value.meta.sync

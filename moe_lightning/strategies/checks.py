@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import zip_longest
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
@@ -120,23 +119,24 @@ def identical_buffers(module: nn.Module) -> list[str]:
     return [name for name, buffer in module.named_buffers() if id(buffer) in alike]
 
 
-def require_same_names(names: Sequence[list[str]]) -> None:
-    """
+def reduced_names(names: Sequence[list[str]], *, may_lack: bool) -> list[str]:
+    """Return the names of the values that all ranks reduce, in one order.
+
     Args:
-        names: of the values that each rank reduces with others, in its order.
+        names: of those that each rank would reduce, in its order.
+        may_lack: ranks come and go; one that joined in an epoch may not have logged all.
 
     Raises:
-        ConfigurationError: they differ.
+        ConfigurationError: some ranks lack a name that others have.
     """
-    other = next((rank for rank, each in enumerate(names) if each != names[0]), None)
-    if other is not None:
-        pairs = zip_longest(names[0], names[other], fillvalue="nothing")
-        first, second = next((one, two) for one, two in pairs if one != two)
+    everywhere = set(names[0]).intersection(*names)
+    lacking = [name for each in names for name in each if name not in everywhere]
+    if lacking and not may_lack:
         raise ConfigurationError(
-            f"one rank has logged {first} where another has logged {second}, and sync_dist=True reduces values in the "
-            "order of their first logs: log the same names in the same order on every rank, with batch_size=0 where a "
-            "batch has no value for one"
+            f"some ranks have logged {lacking[0]} and others have not, and sync_dist=True reduces it over all: log the "
+            "same names on every rank, with batch_size=0 where a batch has no value for one"
         )
+    return [name for name in names[0] if name in everywhere]
 
 
 def chosen_micro_batches(wanted: int | None, schedule: ScheduleName, ranks: int) -> int:

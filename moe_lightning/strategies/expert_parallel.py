@@ -70,8 +70,8 @@ from moe_lightning.strategies.checks import (
     check_module,
     chosen_micro_batches,
     identical_buffers,
+    reduced_names,
     require_own_sharding,
-    require_same_names,
 )
 from moe_lightning.strategies.dense_sharding import dense_sharding_name
 from moe_lightning.strategies.elastic_worlds import ElasticWorlds
@@ -515,8 +515,8 @@ class ExpertParallelStrategy(DDPStrategy):
         self._hangs.begin(self.world, trainer.default_root_dir)
         if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
             private_lightning.agree_on_validations(trainer, partial(self.reduce_boolean_decision, all=False))
-        if self.world.is_connected and not self.worlds.is_elastic:  # a rank that joins in an epoch has logged less
-            private_lightning.compare_reduced(trainer, self._require_same_names)
+        if self.world.is_connected or self.worlds.is_elastic:
+            private_lightning.order_reduced(trainer, self._reduced_names)
         if trainer.state.fn == TrainerFn.FITTING or (self.world.is_connected and self.world.shape.pp == 1):
             super().setup(trainer)
         else:  # DDP's own would look for a process group, and for one module on all ranks
@@ -533,8 +533,8 @@ class ExpertParallelStrategy(DDPStrategy):
             if private_lightning.leave_evaluation_out(trainer):
                 logger.warning("the others are in a fit already: this process leaves the evaluation before it out")
 
-    def _require_same_names(self, names: list[str]) -> None:
-        require_same_names(all_gather_json(names, self.world.stage))
+    def _reduced_names(self, names: list[str]) -> list[str]:
+        return reduced_names(all_gather_json(names, self.world.stage), may_lack=self.worlds.is_elastic)
 
     def _averaged_state(self) -> dict[str, Any]:
         of_rank = self.state.module.state_dict

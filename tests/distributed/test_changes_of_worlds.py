@@ -305,6 +305,34 @@ def test_a_rank_without_a_place_stays_for_those_that_leave(axis: str, dense: str
     check_values(former, [after.get(3, {}) for _, after in kept], run, 3)
 
 
+class Named(GPTModule):
+    """Logs the number of each batch under a name that alternates, and a value of the first batch only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": 1}
+        self.log(f"batch/{'even' if batch_idx % 2 == 0 else 'odd'}", float(batch_idx), **options)
+        if batch_idx == 0:
+            self.log("batch/first", 5.0, **options)
+        return super().training_step(batch, batch_idx)
+
+
+def log_by_name(rank: int, world_size: int, run: Run) -> dict[str, float]:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    take_part("named", run.worlds, rank, Path.cwd() / "named")
+    trainer = make_trainer(rank, world_size, max_steps=STEPS, callbacks=[Changing(run), FaultRecovery()])
+    trainer.fit(Named(MODEL, OptimizerConfig(lr=3e-3)), DataLoader(RandomTokens(), batch_size=12))
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("batch/")}
+
+
+def test_a_rank_that_joins_within_an_epoch_averages_what_it_has_logged() -> None:
+    """It begins with another name than the others, and never logs that of the first batch."""
+    found = run_ranks(3, log_by_name, Run(worlds=((0, 1), (0, 1, 2)), changes=(1,)))
+    averages = {"batch/even": (2 + 2 + 2) / (2 + 2 + 1), "batch/odd": 1.0}
+    assert found[2] == pytest.approx(averages)
+    assert found[0] == found[1] == pytest.approx({**averages, "batch/first": 5.0})
+
+
 class Left(PlannedMembership):
     """Membership of a process that the others have left behind: they have finished the run."""
 
