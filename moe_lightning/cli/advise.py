@@ -128,6 +128,11 @@ def _configuration(settings: Sequence[str], config_dir: str | None) -> dict[str,
         del composed.hydra
     config = resolved(composed)
     check_config(config)
+    if (groups := config["strategy"].get("ep_size")) is not None:
+        raise ConfigurationError(
+            f"strategy.ep_size={groups} cuts the ranks into groups, which do not survive a lost rank, and --advise "
+            "plans runs that recover: drop strategy.ep_size"
+        )
     if (partial := config["callbacks"].get("partial_experts_checkpoint")) is not None:
         build_object(partial, "callbacks.partial_experts_checkpoint")  # the planner names parts of a policy instead
     return config

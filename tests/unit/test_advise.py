@@ -203,6 +203,7 @@ MISTAKES = [
     (["quickstrt"], "there is no recipe 'quickstrt' (did you mean 'quickstart'?)"),
     (["recipes=swinv2_moe"], "--advise plans language models with experts"),
     (["model.num_experts=0"], "--advise plans language models with experts"),
+    (["strategy.ep_size=4"], "strategy.ep_size=4 cuts the ranks into groups, which do not survive a lost rank"),
     (_partial("k_snapshot=2", "k_persist=4"), "k_persist=4 is more than k_snapshot=2"),
     (_partial("lossless=true", "k_persist=4"), "lossless=True saves all state of every expert"),
     (
