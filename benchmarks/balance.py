@@ -235,7 +235,7 @@ def _layers(experts: PlacedExperts) -> dict[str, float]:
     for layer in experts.layers:
         assert layer.statistics is not None
         tokens = layer.statistics.computed_NE.numpy().sum(axis=0)
-        loads = layer.dispatcher.last_rank_loads
+        loads = layer.statistics.rank_loads
         if loads is None:  # a world of one rank
             loads = tokens.sum(keepdims=True)
         plain = balanced_quota(tokens, uniform_placement(len(tokens), len(loads)).replicas).sum(axis=0)

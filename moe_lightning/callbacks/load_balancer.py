@@ -114,9 +114,8 @@ def movement_metrics(reports: Sequence[MigrationReport], transfers: StepShadowTr
 
 
 def _layer_numbers(layer: MoELayer) -> dict[str, float]:
-    """Imbalance of the last micro-batch on plain expert parallelism, and as balanced."""
-    loads = layer.dispatcher.last_rank_loads
-    if layer.statistics is None or loads is None:
+    """Imbalance of the last batch on plain expert parallelism, and as balanced."""
+    if layer.statistics is None or (loads := layer.statistics.rank_loads) is None:
         return {}
     tokens_E, speeds_N = layer.statistics.computed_NE.numpy().sum(axis=0), layer.dispatcher.speeds
     plain = uniform_placement(layer.num_experts, len(loads))

@@ -97,7 +97,7 @@ class TokenCounts:
         layers = stages.layers
         own = [(number, layers[number].statistics) for number in stages.numbers]
         counts = {number: found.computed_NE.sum(dim=0) for number, found in own if found is not None}
-        if not counts or len(counts) < len(own):
+        if not counts:
             return
         if self._of_step is None:
             some = next(iter(counts.values()))

@@ -49,8 +49,9 @@ from moe_lightning.strategies.worlds import ExpertParallelCallback
 @validated
 class RoutingRecorder(Callback):
     """Writes an .npz with `counts` [samples, layers, ranks, experts], the assignments of every sampled step before any
-    drop, and `iteration` [samples], 1 for the first step. Written when training ends or fails, and on rank 0 only. A
-    resumed run continues the file: samples after the step that it resumes from are dropped.
+    drop (0 of a layer that it does not call), and `iteration` [samples], 1 for the first step. Written when training
+    ends or fails, and on rank 0 only. A resumed run continues the file: samples after the step that it resumes from are
+    dropped.
 
     Args:
         path: of the file.
@@ -105,9 +106,11 @@ class RoutingRecorder(Callback):
         if begun % self._every or not trainer.is_global_zero:
             return
         layers = moe_layers(pl_module)
-        tokens = [layer.statistics.tokens_NE for layer in layers if layer.statistics is not None]
-        if len(tokens) < len(layers):  # the step has not called all of them
+        called = [layer.statistics for layer in layers if layer.statistics is not None]
+        if not called:
             return
+        nothing = torch.zeros_like(called[0].tokens_NE)
+        tokens = [nothing if layer.statistics is None else layer.statistics.tokens_NE for layer in layers]
         counts = torch.stack(tokens).cpu().numpy()
         self._running = counts if self._running is None else self._running + counts
         if is_last:

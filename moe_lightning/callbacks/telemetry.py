@@ -84,11 +84,13 @@ class Metric:
 
     Attributes:
         over_ranks: how the ranks' numbers become one; "same" where every rank has the same already.
+        weight: in a mean; where it is 0 on every rank there is no number.
     """
 
     name: str
     value: float
     over_ranks: Reduction = "same"
+    weight: float = 1.0
 
 
 def perplexity(loss: float) -> float:
@@ -211,14 +213,15 @@ class Telemetry(Callback):
       over the mean, so after replicas and quotas did their work; moe/expert_imbalance_ratio and
       moe/rank_imbalance_ratio: their means over the layers
     * dead experts, entropy, drift and quantiles of imbalance: see `RoutingHealth`
-    * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean)
+    * moe/layerNN/dropped_fraction of assignments, moe/layerNN/auxiliary_loss (mean over samples)
     * comm/exchange_ms (maximum) of a step in token exchanges, waits for slower ranks included, validations excluded
     * ranks/slowest and ranks/slowest_ratio: the rank with the longest own time in a step, and that time over the median
       of the others', of the last minute
-    * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the last
-      micro-batch's dispatch, without combine and backward pass (sum over ranks)
+    * comm/layerNN/exchanged_rows and comm/layerNN/exchanged_bytes that left their rank in the layer's last dispatch,
+      without combine and backward pass (sum over ranks)
 
-    Numbers of MoE layers are those of the step's last micro-batch, of all pipeline stages. W&B also gets
+    Numbers of MoE layers are those of the step's last batch, in a pipeline of all its micro-batches and stages; a layer
+    that this batch did not call has none. W&B also gets
     moe/layerNN/expert_load, a histogram over the experts, which it draws as a heat map over time. Every logger's
     configuration gets the model's numbers of parameters, each expert once (`parameters/whole`), and of those that a
     token passes (`parameters/active`). Layers whose routing collapses, and ranks whose losses or gradients differ from
@@ -414,7 +417,7 @@ def of_all_stages(own: Mapping[int, T], stages: StageMap) -> dict[int, T]:
 
 
 def expert_loads(layers: Mapping[int, MoELayer]) -> dict[int, list[float]]:
-    """Share of the assignments that each of E experts got in the last micro-batch, by layer."""
+    """Share of the assignments that each of E experts got in the last batch, by layer that it called."""
     counts = {number: layer.statistics.tokens_NE for number, layer in layers.items() if layer.statistics is not None}
     sums = {number: tokens_NE.sum(dim=0).double().cpu() for number, tokens_NE in counts.items()}
     return {number: (counts_E / counts_E.sum().clamp_min(1)).tolist() for number, counts_E in sums.items()}
@@ -478,46 +481,62 @@ def averages_over_layers(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def layer_metrics(number: int, layer: MoELayer) -> Iterator[Metric]:
-    """Metrics of the last micro-batch of an MoE layer."""
-    statistics, dispatcher = layer.statistics, layer.dispatcher
+    """Metrics of an MoE layer in the last batch."""
+    statistics, dispatcher, area = layer.statistics, layer.dispatcher, f"layer{number:02d}"
     if statistics is None:
         return
-    area = f"layer{number:02d}"
     tokens, computed = float(statistics.tokens_NE.sum()), float(statistics.computed_NE.sum())
     yield Metric(name=f"moe/{area}/expert_imbalance_ratio", value=imbalance(statistics.tokens_NE.sum(dim=0).cpu()))
     yield Metric(name=f"moe/{area}/dropped_fraction", value=1.0 - computed / tokens if tokens else 0.0)
     if layer.auxiliary_loss is not None:
-        yield Metric(name=f"moe/{area}/auxiliary_loss", value=float(layer.auxiliary_loss.detach()), over_ranks="mean")
-    if dispatcher.last_rank_loads is not None:
-        yield Metric(name=f"moe/{area}/rank_imbalance_ratio", value=imbalance(dispatcher.last_rank_loads))
+        stream, loss = layer.router.stream, float(layer.auxiliary_loss.detach())
+        samples = stream.num_samples if stream.total_samples else 1
+        yield Metric(name=f"moe/{area}/auxiliary_loss", value=loss, over_ranks="mean", weight=samples)
+    if statistics.rank_loads is not None:
+        yield Metric(name=f"moe/{area}/rank_imbalance_ratio", value=imbalance(statistics.rank_loads))
         yield Metric(name=f"comm/{area}/exchanged_rows", value=float(dispatcher.last_sent_rows), over_ranks="sum")
         yield Metric(name=f"comm/{area}/exchanged_bytes", value=float(dispatcher.last_sent_bytes), over_ranks="sum")
 
 
 def reduced(metrics: list[Metric], trainer: pl.Trainer) -> dict[str, float]:
-    """One number for each metric of any rank, on every rank: one collective for each kind of reduction that occurs, and
-    one over pipeline stages. Collective.
+    """One number for each metric of any rank, on every rank: a collective for sums and means, one for maxima, and one
+    over pipeline stages. Collective.
 
     Args:
         metrics: the same on all ranks of a stage. Other stages may have others: those of their layers.
     """
-    values = {metric.name: metric.value for metric in metrics}
-    names = {kind: [metric.name for metric in metrics if metric.over_ranks == kind] for kind in ("sum", "mean", "max")}
-    strategy = trainer.strategy
-    for kind, of_kind in names.items():
-        if of_kind and trainer.world_size > 1:
-            own, device = [values[name] for name in of_kind], strategy.root_device
-            local = torch.tensor(own, dtype=torch.float64, device=device)
-            if kind == "sum" and isinstance(strategy, ExpertParallelStrategy):  # also ranks that have the same samples
-                all_reduce_(local, strategy.world.stage)
-            else:
-                local = strategy.reduce(local, reduce_op=kind)
-            values |= zip(of_kind, local.tolist(), strict=True)
+    own = {kind: [metric for metric in metrics if metric.over_ranks == kind] for kind in ("same", "sum", "mean", "max")}
+    values = {metric.name: metric.value for metric in own["same"]}
+    means = [metric.value * metric.weight if metric.weight else 0.0 for metric in own["mean"]]
+    weights = [metric.weight for metric in own["mean"]]
+    sums = iter(_over_ranks([*(metric.value for metric in own["sum"]), *means, *weights], "sum", trainer))
+    values |= {metric.name: next(sums) for metric in own["sum"]}
+    means = [next(sums) for _ in means]
+    values |= {
+        metric.name: mean / weight for metric, mean, weight in zip(own["mean"], means, sums, strict=True) if weight
+    }
+    most = _over_ranks([metric.value for metric in own["max"]], "max", trainer)
+    values |= {metric.name: value for metric, value in zip(own["max"], most, strict=True)}
     if (stages := stages_of(trainer)).num_stages > 1:
         gathered = all_gather_json(values, stages.pipe)
-        values = dict(chain.from_iterable(own.items() for own in reversed(gathered)))
-        values |= {name: max(own[name] for own in gathered if name in own) for name in names["max"]}
+        values = dict(chain.from_iterable(found.items() for found in reversed(gathered)))
+        names = [metric.name for metric in own["max"]]
+        values |= {name: max(found[name] for found in gathered if name in found) for name in names}
     return values
+
+
+def _over_ranks(own: list[float], operation: Literal["sum", "max"], trainer: pl.Trainer) -> list[float]:
+    """Reduce numbers of a rank over those that compute the same layers; collective if there are any."""
+    strategy = trainer.strategy
+    if not own or trainer.world_size == 1:
+        return own
+    local = torch.tensor(own, dtype=torch.float64, device=strategy.root_device)
+    if operation == "sum" and isinstance(strategy, ExpertParallelStrategy):  # also ranks that have the same samples
+        all_reduce_(local, strategy.world.stage)
+    else:
+        local = strategy.reduce(local, reduce_op=operation)
+    reduced: list[float] = local.tolist()
+    return reduced
 
 
 _NOT_APPLICABLE = "n/a"

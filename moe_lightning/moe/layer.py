@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_lightning.arrays import IntArray
 from moe_lightning.compat import private_torch
 from moe_lightning.config import Coefficient, NonNegativeInt, PositiveInt, build_config, validated
 from moe_lightning.dispatch.dispatcher import Dispatched, Dispatcher
@@ -84,16 +85,29 @@ class LayerStatistics:
     Attributes:
         tokens_NE: int64, assignments of each rank to each expert before any drop.
         computed_NE: the same after drops: what the experts computed.
+        rank_loads: int64 [N], rows that each rank computed; None until they are dispatched, in a world of one rank, and
+            where the host does not know.
     """
 
     tokens_NE: Tensor
     computed_NE: Tensor
+    rank_loads: IntArray | None = None
 
     def __add__(self, other: LayerStatistics) -> LayerStatistics:
         """Count the micro-batches, or passes, of both as one."""
-        return LayerStatistics(
-            tokens_NE=self.tokens_NE + other.tokens_NE, computed_NE=self.computed_NE + other.computed_NE
+        return (
+            LayerStatistics(
+                tokens_NE=self.tokens_NE + other.tokens_NE, computed_NE=self.computed_NE + other.computed_NE
+            )
+            .with_loads(self.rank_loads)
+            .with_loads(other.rank_loads)
         )
+
+    def with_loads(self, rank_loads: IntArray | None) -> LayerStatistics:
+        """Return these with further rows of the ranks, if they are known."""
+        if rank_loads is None:
+            return self
+        return replace(self, rank_loads=rank_loads if self.rank_loads is None else self.rank_loads + rank_loads)
 
 
 @dataclass
@@ -103,6 +117,7 @@ class _Passes:
     Attributes:
         open_at: the micro-batch of those that the auxiliary loss and the statistics are of.
         are_spent: a backward pass has gone through that loss.
+        awaits_backward: that loss has a graph, and no backward pass has gone through it.
         sums: number of auxiliary losses so far.
         without_graph: those that will be computed again, with a graph.
         unused_losses: steps in a row without a backward pass through their losses.
@@ -110,13 +125,14 @@ class _Passes:
 
     open_at: object = None
     are_spent: bool = False
+    awaits_backward: bool = False
     sums: int = 0
     without_graph: int = 0
     unused_losses: int = 0
 
     def close(self, number: int, _: Tensor) -> None:
         """A backward pass has gone through a loss: the next forward pass begins another sum."""
-        self.open_at = None
+        self.open_at, self.awaits_backward = None, False
         self.are_spent |= number == self.sums
 
 
@@ -143,7 +159,8 @@ class MoELayer(nn.Module):
         auxiliary_loss: weighted auxiliary losses of the micro-batch, differentiable: the sum over its forward passes in
             training that no backward pass has gone through yet, as where several inputs pass one layer. Passes in
             evaluation, or under torch.no_grad(), beside these change nothing. None where there are none.
-        statistics: counts of the same passes; of the last one where no strategy begins micro-batches.
+        statistics: counts of the same passes, None in a micro-batch without one; of the last pass where no strategy
+            begins micro-batches.
         shadow_transfers: weights and gradients of shadow experts in the running step; None without shadows.
         ended: experts kept from a Trainer that has ended; None while it runs, and in a layer that was never placed.
         overlap_fn: called by every forward pass in training while the tokens travel, after `statistics` are set; not
@@ -286,11 +303,17 @@ class MoELayer(nn.Module):
     def forget_step(self) -> None:
         """Release what an aborted step has left: shadow experts, losses with their graphs, counts."""
         self.drop_shadows()
+        self.begin_micro_batch()
+        self._passes.awaits_backward = False
+
+    def begin_micro_batch(self) -> None:
+        """Release the loss and the counts of the micro-batch before: this one may not call the layer."""
         self.auxiliary_loss = self.statistics = None
 
-    def join_statistics(self, of_micro_batches: Sequence[LayerStatistics]) -> None:
-        """Count several micro-batches as one."""
-        self.statistics = reduce(operator.add, of_micro_batches)
+    def join_micro_batches(self, statistics: Sequence[LayerStatistics], losses: list[Tensor]) -> None:
+        """Count several micro-batches as one, whose auxiliary loss is the sum of these values."""
+        self.statistics = reduce(operator.add, statistics)
+        self.auxiliary_loss, self._passes.are_spent = torch.stack(losses).sum() if losses else None, True
 
     @property
     def is_spent(self) -> bool:
@@ -304,7 +327,7 @@ class MoELayer(nn.Module):
 
     def take_auxiliary_loss(self) -> Tensor | None:
         """Return `auxiliary_loss`, which is None afterwards."""
-        loss, self.auxiliary_loss = self.auxiliary_loss, None
+        loss, self.auxiliary_loss, self._passes.awaits_backward = self.auxiliary_loss, None, False
         return loss
 
     def end_world(self, num_ranks: int, stacks: Mapping[str, Tensor] | None) -> None:
@@ -337,7 +360,7 @@ class MoELayer(nn.Module):
         x_TD = x_TD if routing.x_TD is None else routing.x_TD
         tokens_NE = self._gathered(routing.tokens_per_expert_E, dispatcher)
         computed_NE = self._after_drops(tokens_NE)
-        self._account(routing, tokens_NE, computed_NE, is_token_T)
+        is_counted = self._account(routing, tokens_NE, computed_NE, is_token_T)
         rows_TD = x_TD
         if self.router.config.weigh_inputs:
             rows_TD = x_TD * routing.weights_TK.to(x_TD.dtype)
@@ -351,6 +374,8 @@ class MoELayer(nn.Module):
             )
         else:
             out_TD = self._sent(rows_TD, routing, computed_NE, dispatcher, stacks)
+            if is_counted and self.statistics is not None:
+                self.statistics = self.statistics.with_loads(dispatcher.last_rank_loads)
         if self.shared_expert is not None:
             out_TD = out_TD + self.shared_expert(x_TD)
         return out_TD.view(*x.shape[:-1], out_TD.shape[-1])
@@ -411,14 +436,14 @@ class MoELayer(nn.Module):
         limits = [config.capacity(int(total), self.num_experts) for total in tokens_NE.sum(dim=1)]
         return torch.minimum(tokens_NE, torch.tensor(limits, device=tokens_NE.device)[:, None])
 
-    def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor, is_token_T: Tensor | None) -> None:
-        """Leave the auxiliary losses and the statistics for whoever asks."""
+    def _account(self, routing: Routing, tokens_NE: Tensor, computed_NE: Tensor, is_token_T: Tensor | None) -> bool:
+        """Leave the auxiliary losses and the statistics for whoever asks; True if the pass is part of them."""
         now, is_again = self._micro_batch(), private_torch.is_in_backward()
         if self.training:
             self._count_for_bias(tokens_NE, is_again=is_again)
         loss = self._auxiliary_loss(routing, tokens_NE, is_token_T) if self.training else None
         if is_again:  # by activation checkpointing, which needs the same operations; what they give is known
-            return
+            return False
         is_trained = self.training and torch.is_grad_enabled()
         # Where no micro-batch is counted, a sum is closed by the backward pass through it, or by an update.
         is_open = self.router.stream.micro_batch is not None or (loss is not None and loss.requires_grad)
@@ -430,21 +455,18 @@ class MoELayer(nn.Module):
             if self.statistics is not None and self.router.stream.micro_batch is not None:
                 counts = self.statistics + counts
         elif is_trained and loss is not None:
-            is_unused = (
-                self._passes.open_at is not None
-                and self.auxiliary_loss is not None
-                and self.auxiliary_loss.requires_grad
-            )
-            self._passes.unused_losses = self._passes.unused_losses + 1 if is_unused else 0
+            self._passes.unused_losses = self._passes.unused_losses + 1 if self._passes.awaits_backward else 0
             if self._passes.unused_losses == _MOST_UNUSED_LOSSES and self.dispatcher.world.rank == 0:
                 warn_of_unused_loss(_MOST_UNUSED_LOSSES)
         if is_trained or not is_further:
             self.statistics, self.auxiliary_loss, self._passes.are_spent = counts, loss, False
             self._passes.open_at = now if is_trained and is_open else None
             self._passes.sums += 1
+            self._passes.awaits_backward = loss is not None and loss.requires_grad
             if loss is not None and loss.requires_grad:
                 # Not a method of the layer, which holds the loss: no collector sees a cycle through a graph.
                 loss.register_hook(partial(self._passes.close, self._passes.sums))  # type: ignore[no-untyped-call]
+        return is_trained or not is_further
 
     def _micro_batch(self) -> object:
         """Return a value of this micro-batch alone: its number, or the version of what is trained where none is

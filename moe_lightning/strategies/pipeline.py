@@ -230,6 +230,7 @@ class _Run:
         outcomes, weights, logs: of the last stage.
         losses: of the last stage, as they are differentiated.
         statistics: of the layers here, of each micro-batch.
+        auxiliary: losses of the layers here, each times the micro-batch's share of this rank's samples.
     """
 
     step: Callable[..., Any]
@@ -243,6 +244,7 @@ class _Run:
     weights: list[Tensor] = field(default_factory=list)
     logs: list[dict[str, Any]] = field(default_factory=list)
     statistics: dict[MoELayer, list[LayerStatistics]] = field(default_factory=lambda: defaultdict(list))
+    auxiliary: dict[MoELayer, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Pipeline:
@@ -412,7 +414,7 @@ class Pipeline:
                 steps.begin_batch(batch)
         self.last_loss = torch.stack(run.losses).sum() if run.losses else None
         for layer, seen in run.statistics.items():
-            layer.join_statistics(seen)
+            layer.join_micro_batches(seen, run.auxiliary[layer])
         outcome, logs, weights = broadcast_object(summary, self._world.shape.pp - 1, self._world.pipe)
         if backward and not self._is_last:
             steps.weights.append(weights, self._world.device)
@@ -498,9 +500,12 @@ class Pipeline:
                 outcome = run.step(*run.calls[micro])
             except Left as left:
                 outcome = left.hidden
+        share = piece.count / max(1, sum(each.count for each in run.pieces))
         for layer in layers:
             if layer.statistics is not None:
                 run.statistics[layer].append(layer.statistics)
+            if layer.auxiliary_loss is not None:
+                run.auxiliary[layer].append(layer.auxiliary_loss.detach() * share)
         if not is_last:
             return self._sent(outcome, auxiliary, layers, self._wire)
         return self._loss(run, outcome, auxiliary)

@@ -305,6 +305,8 @@ class Steps:
         self.is_dummy_batch = batch is not None and batch.count == 0
         self.sequences.enter()
         self.stream.begin_micro_batch()
+        for layer in self._state.experts.layers:
+            layer.begin_micro_batch()
         trainer = self._state.trainer
         if batch is not None:
             by_hand = trainer.training and not self._state.module.automatic_optimization  # batches may share an update

@@ -346,6 +346,15 @@ def counted(rank: int, world_size: int) -> list[int]:
     return counts.total.sum(dim=1).tolist()
 
 
+def test_layers_that_a_step_does_not_call_count_nothing() -> None:
+    layers, counts = [MoELayer(8, 8, 4) for _ in range(2)], TokenCounts()
+    layers[1](torch.randn(3, 8))
+    counts.add(SimpleNamespace(layers=layers, numbers=[0, 1]))  # type: ignore[arg-type]
+    counts.end_step(is_skipped=False)
+    assert counts.total is not None
+    assert counts.total.sum(dim=1).tolist() == [0, 6]
+
+
 def test_ranks_of_a_new_world_have_counted_the_same_tokens() -> None:
     assert run_ranks(2, counted) == [[6, 10]] * 2
 

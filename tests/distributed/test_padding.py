@@ -157,5 +157,8 @@ def test_a_rank_without_samples_logs_what_others_log() -> None:
     """The last of its steps has two samples, so one of three ranks has no work to count."""
     first, *others = run_pooled(3, measured)
     assert others == [first] * 2
+    losses = {name: value for name, value in measured(0, 1).items() if name.endswith("auxiliary_loss")}
+    assert len(losses) == 2
+    assert {name: first[name] for name in losses} == pytest.approx(losses, rel=1e-5)
     assert first["train/mfu_ratio"] > 0
     assert first["comm/exchange_ms"] > 0

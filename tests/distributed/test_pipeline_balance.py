@@ -18,6 +18,7 @@ import torch
 from moe_lightning import ExpertParallelStrategy
 from moe_lightning.callbacks.load_balancer import LoadBalancer
 from moe_lightning.callbacks.speeds import OwnRates, SpeedFollower, SpeedPolicy
+from moe_lightning.callbacks.telemetry import Telemetry
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
@@ -113,6 +114,24 @@ def test_the_training_is_the_same(key: str, ranks: int, strategy: dict[str, Any]
         assert all(result["shadows"] > 0 for result in found)
     names = [name for result in found for name in result["metrics"] if name.endswith("imbalance_after_ratio")]
     assert set(names) == {f"balance/layer{layer:02d}/imbalance_after_ratio" for layer in range(4)}
+
+
+def measured(rank: int, world_size: int, **options: Any) -> dict[str, float]:
+    balancer = LoadBalancer(**EAGER | {"rebalance_every": 0, "shadows": "none"})
+    logged: dict[str, float] = train(rank, world_size, callbacks=(balancer, Telemetry()), **options)["logged"]
+    return logged
+
+
+def test_numbers_of_layers_are_of_all_micro_batches() -> None:
+    """No expert moves and none has replicas, so that the ranks compute what they would in plain expert parallelism."""
+    for logged in in_stages(measured, "skewed", 4, steps=1, pooled=True, strategy={"slots": 3}):
+        for layer in (f"layer{number:02d}" for number in range(4)):
+            plain = logged[f"balance/{layer}/imbalance_before_ratio"]
+            assert plain > 1
+            assert logged[f"balance/{layer}/rb_ratio"] == pytest.approx(1)
+            assert logged[f"balance/{layer}/imbalance_after_ratio"] == pytest.approx(plain)
+            assert logged[f"moe/{layer}/rank_imbalance_ratio"] == pytest.approx(plain)
+            assert 0 < logged[f"moe/{layer}/auxiliary_loss"] < 1
 
 
 # ---------------------------------------------------------------------- a user's placements

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule, MoELayer, OptimizerConfig
+from moe_lightning.arrays import IntArray
 from moe_lightning.callbacks import telemetry
 from moe_lightning.callbacks.routing_health import imbalance
 from moe_lightning.callbacks.telemetry import Metric, Telemetry, averages_over_layers, layer_metrics, reduced
@@ -51,11 +52,13 @@ def _fit(callbacks: list[pl.Callback], *, steps: int = 6, **options: Any) -> pl.
     return trainer
 
 
-def _layer(tokens_NE: list[list[int]], computed_NE: list[list[int]] | None = None) -> MoELayer:
+def _layer(
+    tokens_NE: list[list[int]], computed_NE: list[list[int]] | None = None, loads: IntArray | None = None
+) -> MoELayer:
     tokens = torch.tensor(tokens_NE)
     layer = MoELayer(8, 8, num_experts=tokens.shape[1])
     computed = tokens if computed_NE is None else torch.tensor(computed_NE)
-    layer.statistics = LayerStatistics(tokens_NE=tokens, computed_NE=computed)
+    layer.statistics = LayerStatistics(tokens_NE=tokens, computed_NE=computed, rank_loads=loads)
     return layer
 
 
@@ -109,8 +112,7 @@ def test_numbers_of_a_layer() -> None:
 
 
 def test_numbers_of_ranks_come_from_the_dispatcher() -> None:
-    layer = _layer([[6, 2], [4, 0]])
-    layer.dispatcher.last_rank_loads = np.array([9, 3])
+    layer = _layer([[6, 2], [4, 0]], loads=np.array([9, 3]))
     layer.dispatcher._backend.rows_to_ranks, layer.dispatcher._backend._row_bytes = [7, 5], 32
     metrics = {m.name: m for m in layer_metrics(0, layer)}
     assert [name for name in metrics if name.replace("layer00", "layerNN") not in str(Telemetry.__doc__)] == []
@@ -310,6 +312,8 @@ def _reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
     metrics = [
         Metric(name="a", value=1.0 + rank, over_ranks="sum"),
         Metric(name="b", value=1.0 + rank, over_ranks="mean"),
+        Metric(name="weighted", value=1.0 + rank, over_ranks="mean", weight=1 + 2 * rank),
+        Metric(name="of no sample", value=math.inf, over_ranks="mean", weight=0),
         Metric(name="c", value=1.0 + rank, over_ranks="max"),
         Metric(name="d", value=7.0),
     ]
@@ -317,7 +321,7 @@ def _reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_reductions_over_ranks() -> None:
-    assert run_ranks(2, _reduce_on_ranks) == [{"a": 3.0, "b": 1.5, "c": 2.0, "d": 7.0}] * 2
+    assert run_ranks(2, _reduce_on_ranks) == [{"a": 3.0, "b": 1.5, "weighted": 1.75, "c": 2.0, "d": 7.0}] * 2
 
 
 def test_mfu_is_the_models_work_over_what_the_devices_could_do() -> None:

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from moe_lightning import ConfigurationError, GPTModule, OptimizerConfig, RecomputeDense
+from moe_lightning import (
+    ConfigurationError,
+    ExpertParallelStrategy,
+    GPTModule,
+    OptimizerConfig,
+    RecomputeDense,
+    auxiliary_loss,
+)
 from moe_lightning.callbacks import routing
 from moe_lightning.callbacks.dense_blocks import CompileDense, dense_parts
 from moe_lightning.callbacks.routing import RoutingRecorder, RoutingReplay, _Seen
@@ -21,7 +29,7 @@ from moe_lightning.moe.layer import MoELayer
 from moe_lightning.moe.replayed_routing import TokenRange
 from moe_lightning.moe.router import ChoiceHooks
 from moe_lightning.strategies.stages import StageCut
-from tests.distributed.training import TINY
+from tests.distributed.training import TINY, OwnModule, RandomTokens, quiet_trainer
 
 AUTOMATIC: Any = SimpleNamespace(automatic_optimization=True)
 
@@ -47,6 +55,30 @@ def test_a_sample_is_of_all_micro_batches_of_a_step(
         recorder.on_train_batch_end(trainer, AUTOMATIC)
     assert list(recorder._samples) == iterations
     assert all((sample == 4).all() for sample in recorder._samples.values())
+
+
+class Skipping(OwnModule):
+    """A module that leaves its second MoE layer out of every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = MoELayer(32, 48, num_experts=6, router={"top_k": 2})
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        h = self.moe(self.embed(x))
+        h = h if batch_idx % 2 else self.second(h)
+        return torch.nn.functional.cross_entropy(self.out(h).flatten(0, 1), y.flatten()) + auxiliary_loss(self)
+
+
+def test_a_layer_that_a_step_does_not_call_has_no_numbers_of_it(tmp_path: Path) -> None:
+    recorder, loads = RoutingRecorder(str(tmp_path / "r.npz"), every_n_steps=1), tmp_path / "loads.csv"
+    callbacks = [recorder, Telemetry(str(loads))]
+    trainer = quiet_trainer(strategy=ExpertParallelStrategy(), callbacks=callbacks, max_steps=4, log_every_n_steps=1)
+    trainer.fit(Skipping(), DataLoader(RandomTokens(16, length=8), batch_size=4))
+    assert [sample.sum(axis=(1, 2)).tolist() for sample in recorder._samples.values()] == [[64, 64], [64, 0]] * 2
+    rows = [line.split(",")[:2] for line in loads.read_text().splitlines()[1:]]
+    assert rows == [["1", "0"], ["1", "1"], ["2", "0"], ["3", "0"], ["3", "1"], ["4", "0"]]
 
 
 def test_what_a_recorder_does_not_record() -> None:
