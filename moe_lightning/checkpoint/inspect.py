@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ from moe_lightning.checkpoint.agent_handle import LOCK, LOG, STATUS, STOP, lock_
 from moe_lightning.checkpoint.arena import ARENAS, MEMORY, NAMED, Arena, is_own
 from moe_lightning.checkpoint.directory import (
     RECORD,
-    directories,
     has_manifest,
     headings,
     run_record_problem,
@@ -32,6 +32,7 @@ from moe_lightning.checkpoint.directory import (
 from moe_lightning.checkpoint.files import SUFFIX, read_checkpoint, read_file
 from moe_lightning.checkpoint.loader import Checkpoint, find_newest
 from moe_lightning.checkpoint.manifest import Manifest
+from moe_lightning.checkpoint.names import newest_first
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place, exists
 from moe_lightning.errors import CheckpointError, ConfigurationError
@@ -41,9 +42,6 @@ from moe_lightning.state.pieces import OBJECT, is_moment, is_replayed
 T = TypeVar("T")
 
 _MOST_LOOKS = 10
-
-_STEP = re.compile(r"step-(\d+)")
-"""Names of the files of LatestCheckpoint, without suffix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +113,27 @@ def scope_bytes(manifest: Manifest) -> dict[str, int]:
 
 
 def verify_all(path: Place) -> list[Verdict]:
-    """Verify a checkpoint, or every checkpoint in a directory, newest first; damaged manifests come last, and then the
-    record of the directory's run where it is damaged. A directory without checkpoint directories: its checkpoint files.
+    """Verify a checkpoint, or the checkpoint files of a directory and then its checkpoint directories.
 
     Raises:
         ConfigurationError: there is nothing to verify.
     """
-    if newest_file(path) is not None:
-        return [Verdict(name=found.name, problem=_problem_of_file(found)) for found in checkpoint_files(path)]
+    verdicts = [Verdict(name=found.name, problem=_problem_of_file(found)) for found in checkpoint_files(path)]
+    verdicts += verify_directories(path)
+    if not verdicts:
+        raise _none_in(path)
+    return verdicts
+
+
+def verify_directories(path: Place) -> list[Verdict]:
+    """Verify a checkpoint directory, or those in a directory, newest first; damaged manifests come last, and then the
+    record of the directory's run where it is damaged. No verdicts where there is none.
+    """
     for _ in range(_MOST_LOOKS):
         verdicts = [_verdict(found) for found in _directories(path)]
         if not all(verdict.is_pruned for verdict in verdicts):
             break  # else newer ones have come meanwhile
-    record_problem = run_record_problem(path)
+    record_problem = run_record_problem(path) if verdicts else None
     return verdicts if record_problem is None else [*verdicts, Verdict(name=RECORD, problem=record_problem)]
 
 
@@ -135,10 +141,7 @@ def _directories(path: Place) -> list[Place]:
     """The checkpoint that a path is, or those in it."""
     if has_manifest(path):
         return [path]
-    paths = [*(found for found, _ in headings(path)), *unreadable(path)]
-    if not paths:
-        raise _none_in(path)
-    return paths
+    return [*(found for found, _ in headings(path)), *unreadable(path)]
 
 
 def _verdict(path: Place) -> Verdict:
@@ -362,8 +365,8 @@ def checkpoint_files(path: Place) -> list[Path]:
         return []
     if path.is_dir():
         files = [file for file in path.glob(f"*{SUFFIX}") if file.is_file()]
-        steps = {file: int(match[1]) for file in files if (match := _STEP.fullmatch(file.stem))}
-        return sorted(files, key=steps.__getitem__ if len(steps) == len(files) else _written_at, reverse=True)
+        named = [file for _, file in newest_first(path) if file.is_file()]
+        return named if len(named) == len(files) else sorted(files, key=_written_at, reverse=True)
     return [path] if path.is_file() else []
 
 
@@ -371,11 +374,19 @@ def _written_at(file: Path) -> int:
     return file.stat().st_mtime_ns
 
 
+def newest_files(path: Place) -> list[Path]:
+    """The checkpoint files that a path means, newest first: itself, or those in a directory that are newer than its
+    checkpoint directories.
+    """
+    named = [found for _, found in newest_first(path)] if isinstance(path, Path) else []
+    if any(found.is_dir() for found in named):
+        return list(takewhile(Path.is_file, named))
+    return checkpoint_files(path)
+
+
 def newest_file(path: Place) -> Path | None:
-    """The newest checkpoint file that a path means; None where it means checkpoint directories, or holds nothing."""
-    if has_manifest(path) or any(has_manifest(found) for found in directories(path)):
-        return None
-    return next(iter(checkpoint_files(path)), None)
+    """The checkpoint file that a path means; None where it means a checkpoint directory, or holds nothing."""
+    return next(iter(newest_files(path)), None)
 
 
 def step_of_file(values: Mapping[str, Any], path: Path) -> int:

@@ -187,9 +187,10 @@ def _edit(arguments: argparse.Namespace) -> int:
 def _prune(arguments: argparse.Namespace) -> int:
     if arguments.keep < 1:
         raise ConfigurationError(f"--keep {arguments.keep} would delete every checkpoint: give at least 1")
-    if newest_file(arguments.path) is not None:
+    verdicts = checkpoints.verify_directories(arguments.path)
+    if not verdicts:
         raise ConfigurationError(f"{arguments.path} holds no checkpoint directories: give a folder of them")
-    if not any(verdict.is_whole for verdict in checkpoints.verify_all(arguments.path)[: arguments.keep]):
+    if not any(verdict.is_whole for verdict in verdicts[: arguments.keep]):
         raise CheckpointError(
             f"none of the newest {arguments.keep} checkpoints in {arguments.path} is whole, so nothing is "
             f"deleted: raise --keep, and see moe-ckpt verify {shlex.quote(str(arguments.path))}"

@@ -22,7 +22,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from moe_lightning.checkpoint.names import MANIFEST, order_of
+from moe_lightning.checkpoint.names import newest_first
 from moe_lightning.errors import CheckpointError, ConfigurationError
 from moe_lightning.files import open_regular, replace_text
 from moe_lightning.hub import TOKENIZER
@@ -40,8 +40,6 @@ _LEAVINGS = ("ranks", _LOCK, "csv", "tensorboard", "wandb", "mlflow_run_id")
 _SHARED_AFTER_S = 1.0
 """The first command of several machines has the lock alone until it has written who may share it; on NFS each of these
 calls takes milliseconds."""
-
-_FILE = re.compile(r"step-(\d+)\.ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,17 +305,8 @@ def _first_free(folder: Path, pattern: str) -> Path:
 
 
 def checkpoints(folder: Path) -> list[SavedStep]:
-    """Return the checkpoints of a folder by name, the highest step first; of equal steps the last one saved first."""
-    paths = folder.glob("step-*") if folder.is_dir() else ()
-    found = [(*order, path) for path in paths if (order := _order_of(path)) is not None]
-    return [SavedStep(path=path, step=step) for step, _, path in sorted(found, reverse=True)]
-
-
-def _order_of(path: Path) -> tuple[int, int] | None:
-    if path.is_file():
-        match = _FILE.fullmatch(path.name)
-        return None if match is None else (int(match[1]), 1)
-    return order_of(path.name) if os.path.lexists(path / MANIFEST) else None
+    """Return the checkpoints of a folder in the order of `newest_first`."""
+    return [SavedStep(path=path, step=step) for step, path in newest_first(folder)]
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_lightning.checkpoint.directory import has_manifest
+from moe_lightning.checkpoint.directory import directories, has_manifest
 from moe_lightning.checkpoint.files import read_file
-from moe_lightning.checkpoint.inspect import checkpoint_files, newest_file, resolve, tokenizer_origin
+from moe_lightning.checkpoint.inspect import newest_files, resolve, tokenizer_origin
 from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
@@ -53,25 +53,26 @@ def open_saved(path: Place, *, report: Callable[[str], None] | None = None) -> S
         CheckpointError: it is damaged.
     """
     place = checkpoints_of(path)
-    if newest_file(place) is None:
-        is_directory = storage_of(place).is_dir(place)
-        return _Directory(resolve(place, report)) if is_directory else _File(Path(place))
+    found: SavedModel | None = None
     problems: list[str] = []
-    for file in checkpoint_files(place):
+    for file in newest_files(place):
         try:
             found = _File(file)
+            break
         except CheckpointError as error:
             if report is None or file == place:
                 raise CheckpointError(f"{error}; restore it from a copy, or name another checkpoint") from error
             problems.append(str(error))
-            continue
-        if report is not None:
-            for problem in problems:
-                report(problem)
+    if problems and found is None and not directories(place):
+        raise CheckpointError(
+            f"{place} holds no complete checkpoint: {problems[0]}; restore one from a copy, or name another directory"
+        )
+    if report is not None:
+        for problem in problems:
+            report(problem)
+    if found is not None:
         return found
-    raise CheckpointError(
-        f"{place} holds no complete checkpoint: {problems[0]}; restore one from a copy, or name another directory"
-    )
+    return _Directory(resolve(place, report)) if storage_of(place).is_dir(place) else _File(Path(place))
 
 
 def trained_config(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:

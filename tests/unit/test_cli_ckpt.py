@@ -19,10 +19,11 @@ from moe_lightning.checkpoint.commit import prune
 from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.checkpoint.inspect import resolve, scope_bytes, verify_all
 from moe_lightning.checkpoint.loader import Checkpoint
-from moe_lightning.checkpoint.names import MANIFEST
+from moe_lightning.checkpoint.names import MANIFEST, newest_first
 from moe_lightning.cli import checkpoint_commands, ckpt
 from moe_lightning.cli.ckpt import main
 from moe_lightning.cli.run_directory import RunDirectory
+from moe_lightning.cli.saved_model import open_saved
 from tests.unit.checkpoint_state import node, whole_state
 
 
@@ -226,6 +227,31 @@ def test_files_are_inspected_verified_and_exported(
     assert main(["prune", meant, "--keep", "1"]) == 2
     assert main(["export-hf", meant, str(tmp_path / "hf")]) == 2
     assert "not a checkpoint of a HuggingFaceModule" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("step", "expected"), [(12, "step-0000012.ckpt"), (2, "step-00000003")])
+def test_of_files_beside_directories_the_highest_step_is_meant(
+    root: Path, step: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `RunDirectory.newest_checkpoint` does, from which a run goes on."""
+    file = root / f"step-{step:07}.ckpt"
+    lightning_file(file, step)
+    assert newest_first(root)[0][1] == root / expected
+    assert main(["inspect", str(root)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[1] == expected
+    assert main(["export", str(root), str(root.parent / "all.safetensors")]) == 0
+    assert expected in capsys.readouterr().out
+    assert main(["verify", str(root)]) == 0
+    directories = [f"step-0000000{number}" for number in (3, 2, 1)]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [file.name, *directories]
+    assert main(["prune", str(root), "--keep", "1"]) == 0
+    assert file.exists(), "only directories are counted and deleted"
+    if step == 12:
+        assert open_saved(root).path == file
+        file.write_bytes(file.read_bytes()[:-40])
+        problems = list[str]()
+        assert open_saved(root, report=problems.append).path == root / "step-00000003"
+        assert "step-0000012.ckpt is damaged" in problems[0]
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export", "export-hf", "export-gguf", "edit", "prune"])
