@@ -295,12 +295,13 @@ def _facts(source: SavedModel) -> TrainingFacts:
     data = (config_of(str(source.path)) or {}).get("data")
     if not isinstance(data, Mapping):
         return TrainingFacts(steps=steps)
-    batch_size = data.get("global_batch_size")
+    batch_size, length = data.get("global_batch_size"), data.get("context_length")
     logged = read_metrics(metrics_files(Path(str(source.path)).absolute().parents[1]))
     before = {name: [value for step, value in values.items() if step <= steps] for name, values in logged.items()}
     return TrainingFacts(
         steps=steps,
         source=shown_sources(sources_of(data["source"], "text")) if data.get("source") else str(data.get("path") or ""),
         global_batch_size=batch_size if isinstance(batch_size, int) else None,
+        context_length=length if isinstance(length, int) else None,
         metrics={name: values[-1] for name, values in before.items() if values},
     )

@@ -314,7 +314,7 @@ def _of_checkpoint(place: Place, given: str | None, report: Callable[[str], None
     network = network_of(saved)
     data = (config_of(str(saved.path)) or {}).get("data") or {}
     hyper_parameters = saved.values["hyper_parameters"]
-    config = hyper_parameters["config"]
+    config, length = hyper_parameters["config"], data.get("context_length")
     if "huggingface" in hyper_parameters:
         named, config = config["pretrained"], trained_config(hyper_parameters)
         if data.get("tokenizer") == f"{named}/{TOKENIZER}":  # as recipes name it
@@ -345,7 +345,7 @@ def _of_checkpoint(place: Place, given: str | None, report: Callable[[str], None
         name=str(saved.path),
         network=network,
         text=TrainedText(tokenizer, spec or ""),
-        context_length=config["context_length"],
+        context_length=length if isinstance(length, int) else config["context_length"],
         ends=ends,
         data=data,
     )

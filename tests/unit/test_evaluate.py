@@ -52,6 +52,15 @@ def test_windows_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"{found['loss']:.4f}" in out
 
 
+def test_windows_have_the_length_of_the_samples_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not that of the model, which may be longer."""
+    (tmp_path / "text").write_text(TEXT)
+    folder = trained_run(tmp_path / "run", {**BYTES, "context_length": 7})
+    found = measured(capsys, folder, tmp_path / "text")
+    assert found == measured(capsys, folder, tmp_path / "text", "--context-length", 7)
+    assert found != measured(capsys, folder, tmp_path / "text", "--context-length", 24)
+
+
 def test_lines_of_ndjson_are_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = trained_run(tmp_path / "run", BYTES)
     for name in ("texts.ndjson", "TEXTS.JSONL"):

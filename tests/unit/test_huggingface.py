@@ -767,7 +767,9 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
     options = {"val_check_interval": 3, "limit_val_batches": 1}
     trainer = fit(load(tmp_path / "theirs"), 3, data, log_every_n_steps=1, **options, logger=CSVLogger(run, name="csv"))
     trainer.save_checkpoint(run / "checkpoints" / "step-0000003.ckpt")
-    (run / "config.yaml").write_text(f"run_dir: here\ndata: {{source: '{book}', global_batch_size: 2}}")
+    (run / "config.yaml").write_text(
+        f"run_dir: here\ndata: {{source: '{book}', global_batch_size: 2, context_length: 8}}"
+    )
     losses = {name: float(trainer.callback_metrics[f"{name}/loss"]) for name in ("val", "train")}
     assert main(["export-hf", str(run), str(tmp_path / "ours")]) == 0
     said = card(tmp_path / "ours")
@@ -787,7 +789,7 @@ def test_the_card_of_an_export_says_how_the_model_was_trained(tmp_path: Path) ->
         "| data | a &#124; b.txt |",
         "| steps | 3 |",
         "| samples of a step | 2 |",
-        "| most tokens of a sample | 16 |",
+        "| most tokens of a sample | 8 |",
         "| optimizer | adamw, peak learning rate 0.0003, weight decay 0.1 |",
         f"| validation loss | {losses['val']:.4f} nats per token |",
         f"| training loss of the last step | {losses['train']:.4f} nats per token |",

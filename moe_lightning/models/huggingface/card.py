@@ -56,12 +56,14 @@ class TrainingFacts:
         steps: number of optimizer steps.
         source: path of the data; empty: not known.
         global_batch_size: samples of a step; None: not known.
+        context_length: most tokens of a sample; None: those of the model's configuration.
         metrics: last values by name.
     """
 
     steps: int
     source: str = ""
     global_batch_size: int | None = None
+    context_length: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -110,7 +112,7 @@ def _rows(config: HuggingFaceConfig, optimizer: OptimizerConfig, training: Train
     yield "steps", f"{training.steps:,}"
     if training.global_batch_size is not None:
         yield "samples of a step", f"{training.global_batch_size:,}"
-    yield "most tokens of a sample", f"{config.context_length:,}"
+    yield "most tokens of a sample", f"{training.context_length or config.context_length:,}"
     yield "optimizer", f"{optimizer.name}, peak learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"
     for name, title in _LOSSES.items():
         if name in training.metrics:
