@@ -45,6 +45,13 @@ from moe_lightning.models.huggingface.loading import known_tokens, transformers
 _MOST_EVALUATED = 1024
 """Tokens of a window of a model whose training is not known."""
 
+_OTHER_MODES = (
+    "assistant_early_exit", "cache_implementation", "constraints", "dola_layers", "force_words_ids", "penalty_alpha",
+    "prompt_lookup_num_tokens", "token_healing", "use_mtp",
+)  # fmt: skip
+"""Options of a folder by which transformers would make several tokens at a time, from other logits or with code and
+packages that may not be here."""
+
 
 @dataclass(frozen=True)
 class TrainedText:
@@ -221,8 +228,11 @@ class LanguageModel:
             check_logits(logits_BV)
             return logits_BV
 
-        options = sampling.options()
-        if self.network.generation_config.stop_strings:
+        defaults = self.network.generation_config
+        options = sampling.options() | {
+            name: None for name in _OTHER_MODES if getattr(defaults, name, None) is not None
+        }
+        if defaults.stop_strings:
             options["tokenizer"] = self.theirs
             if self.theirs is None:
                 raise ConfigurationError(

@@ -574,12 +574,27 @@ def test_a_diverged_model_chooses_no_token(how: str, tmp_path: Path, capsys: pyt
         assert "the model's logits are NaN, as after a training that has diverged: give" in capsys.readouterr().err
 
 
-def test_a_folder_that_prefers_several_beams_gives_one_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "preferred",
+    [
+        {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "temperature": 0.7, "max_length": 9},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"force_words_ids": [[5]]},
+        {"token_healing": True},
+        {"cache_implementation": "quantized"},
+    ],
+    ids=lambda preferred: next(iter(preferred)),
+)
+def test_a_folder_that_prefers_another_mode_gives_one_text(
+    preferred: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 
     theirs = make_checkpoint("olmoe", tmp_path / "theirs")
     expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False)[0].tolist()
-    preferred = {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "temperature": 0.7, "max_length": 9}
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(preferred))
     module = HuggingFaceModule({"pretrained": str(tmp_path / "theirs"), "context_length": 16})
     module.configure_model()
