@@ -90,6 +90,13 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
             "cannot hold: set them in its config.json, or export without --adapter",
             file=sys.stderr,
         )
+    if adapter_alone and config.adapter is not None and config.adapter.kind == "qlora":
+        print(
+            f"moe-ckpt: the adapters of {target} were trained beside experts rounded to four bits (model.adapter.kind="
+            f"qlora), and peft adds them to those of {config.pretrained}, which is another model: export without "
+            "--adapter for the one that was trained",
+            file=sys.stderr,
+        )
     if hasattr(export.config, "vocab_size") and not has_tokenizer:
         print(
             f"moe-ckpt: {target} has no tokenizer, since {config.pretrained} has none here: copy its files into the "

@@ -219,8 +219,12 @@ def test_linear_attention_counts_as_attention(tmp_path: Path) -> None:
     assert all(f"{name}.adapter.lora_a" in theirs.state_dict() for name in linear)
 
 
-def test_four_bit_weights_merge_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
+def test_four_bit_weights_merge_as_the_numbers_they_stand_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     check_exports("olmoe", tmp_path, {"kind": "qlora"}, in_peft=False)
+    assert "beside experts rounded to four bits (model.adapter.kind=qlora)" in capsys.readouterr().err
+    assert "with those of theirs the model is another one.\n" in (tmp_path / "adapter" / "README.md").read_text()
 
 
 def test_a_model_without_adapters_has_none_to_write() -> None:

@@ -89,6 +89,8 @@ def write_card(
         change = f", whose feed-forward layers became layers of {config.upcycling.num_experts} experts"
     elif config.adapter is not None:
         result = "this folder has nothing else" if is_adapter else "they are merged into the weights"
+        if is_adapter and config.adapter.kind == "qlora":
+            result += f". Beside them, experts were rounded to four bits: with those of {name} the model is another one"
         change = (
             f", which stayed as they were. Low-rank adapters ({config.adapter.kind}, rank {config.adapter.rank}) on "
             f"{', '.join(config.adapter.targets)} were trained; {result}"
