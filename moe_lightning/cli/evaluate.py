@@ -186,7 +186,7 @@ def measure(
     def windows() -> Iterator[NDArray[np.int64]]:
         nonlocal num_tokens, num_bytes
         for document in documents(model, path, context_length, text_field):
-            model.check_known(document.ids.tolist(), str(path))
+            model.check_known(document.ids, str(path))
             num_tokens, num_bytes = num_tokens + len(document.ids), num_bytes + document.num_bytes
             yield from document.windows(context_length)
 
@@ -238,11 +238,16 @@ def documents(model: LanguageModel, path: Path, context_length: int, text_field:
     """
     import numpy as np
 
-    from moe_lightning.data.documents import reading, suffix_of, text_chunks
+    from moe_lightning.data.documents import TOKEN_SUFFIXES, reading, suffix_of, text_chunks
     from moe_lightning.files import open_regular
 
-    tokenizer = model.text.tokenizer
-    if suffix_of(path) in (".jsonl", ".ndjson"):
+    tokenizer, suffix = model.text.tokenizer, suffix_of(path)
+    if suffix in (*_UNREAD, *TOKEN_SUFFIXES):
+        raise ConfigurationError(
+            f"{path} is named {suffix}, and moe-eval reads UTF-8 text and .jsonl of texts: unpack it, or write its "
+            "texts into such a file"
+        )
+    if suffix in (".jsonl", ".ndjson"):
         for text in _texts(path, text_field or str(model.data.get("text_field", "text"))):
             yield Document(ids=np.asarray(tokenizer.encode(text)[0], np.int64), num_bytes=len(text.encode()))
         return
@@ -253,12 +258,21 @@ def documents(model: LanguageModel, path: Path, context_length: int, text_field:
     num_bytes = path.stat().st_size
     with reading(path), open_regular(path) as file:
         chunks = tokenizer.encode_chunks(text_chunks(file, path))
-        ids = np.concatenate([np.zeros(0, np.int64), *(chunk.astype(np.int64) for chunk in chunks)])
+        try:
+            ids = np.concatenate([np.zeros(0, np.int64), *(chunk.astype(np.int64) for chunk in chunks)])
+        except ConfigurationError as error:
+            if isinstance(error.__cause__, UnicodeDecodeError):  # whose cure there is for a source of training
+                raise ConfigurationError(f"{path} is not UTF-8 text ({error.__cause__.reason}): convert it") from error
+            raise
     windows = (len(ids) - 1) // context_length
     if windows > 0 and not model.data.get("packing"):  # training leaves out the end, which fills no window
         kept = windows * context_length + 1
         num_bytes, ids = num_bytes * kept // len(ids), ids[:kept]
     yield Document(ids=ids, num_bytes=num_bytes)
+
+
+_UNREAD = (".json", ".gz", ".zst", ".parquet", ".arrow")
+"""Suffixes of files that hold no plain text: training refuses or unpacks them."""
 
 
 def _texts(path: Path, field: str) -> Iterator[str]:

@@ -13,7 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_lightning.checkpoint.inspect import end_of_text, tokenizer_origin, trained_tokenizer
@@ -162,15 +164,15 @@ class LanguageModel:
             )
         self.check_known(ids, what)
 
-    def check_known(self, ids: Sequence[int], what: str) -> None:
+    def check_known(self, ids: Sequence[int] | NDArray[np.int64], what: str) -> None:
         """
         Raises:
             ConfigurationError: one of these tokens is not in the model's vocabulary.
         """
         embedding = self.network.token_embedding if self.is_ours else self.network.get_input_embeddings()
-        if max(ids, default=0) >= embedding.num_embeddings:
+        if (largest := int(np.max(ids, initial=0))) >= embedding.num_embeddings:
             raise ConfigurationError(
-                f"{what} has the token {max(ids)}, and {self.name} knows {embedding.num_embeddings}: give with "
+                f"{what} has the token {largest}, and {self.name} knows {embedding.num_embeddings}: give with "
                 "--tokenizer the one that it was trained with"
             )
 
