@@ -303,7 +303,9 @@ def finish(run: ElasticRun, workers: Sequence[int], timeout_s: float = PATIENCE_
     deadline = time.monotonic() + timeout_s
     while len(codes := run.reap(workers)) < len(workers) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    assert all(codes.get(worker) == 0 for worker in workers), f"{codes}: {run.words()}"
+    for worker in workers:
+        assert worker in codes, f"worker {worker} has not ended in {timeout_s:g} s: {run.words()}"
+        assert codes[worker] == 0, f"worker {worker} ended with {codes[worker]}: {run.words()}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,6 @@ PLACES = (
 )  # fmt: skip
 """Where a worker can be killed, in the order of a step."""
 
-_PATIENCE_S = 120.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
@@ -195,19 +193,22 @@ class Holder(pl.Callback):
         due = [hold for hold in self._holds if trainer.global_step >= hold.step]
         if elastic is None or not due:
             return
-        deadline = time.monotonic() + _PATIENCE_S
-        while elastic.engine.reason is None and time.monotonic() < deadline:
-            is_full = trainer.world_size >= due[-1].ranks or elastic.engine.has_newcomers()
-            if is_full and (not due[-1].stored or self._newest_stored() >= due[-1].stored):
-                return
-            time.sleep(0.01)
+        hold = due[-1]
+
+        def may_go_on() -> bool:
+            is_full = trainer.world_size >= hold.ranks or elastic.engine.has_newcomers()
+            is_met = is_full and (not hold.stored or self._newest_stored() >= hold.stored)
+            return is_met or elastic.engine.reason is not None
+
+        wait_until(may_go_on, f"what {hold} waits for does not come")
 
     def _newest_stored(self) -> int:
         return max((manifest.step for _, manifest in checkpoints(self._root)), default=0)
 
 
 class UntilCommitted(pl.Callback):
-    """Wait after a step until its checkpoint is committed: a recovery may find its state nowhere else."""
+    """Wait after each step up to one until its checkpoint is committed: a recovery may find its state nowhere else. A
+    node that has passed a step on which the others agree asks for a later one, which would never come."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -219,9 +220,10 @@ class UntilCommitted(pl.Callback):
 
         def save_and_wait(*args: Any, **options: Any) -> None:
             save(*args, **options)
-            if trainer.global_step == self._step and (session := saver.session) is not None:
+            step = trainer.global_step
+            if step <= self._step and (session := saver.session) is not None:
                 session.finish_copy()
-                wait_until(lambda: (session.status().committed_step or 0) >= self._step, "nothing is committed")
+                wait_until(lambda: (session.status().committed_step or 0) >= step, f"step {step} is not committed")
 
         saver.save = save_and_wait  # type: ignore[method-assign]
 

@@ -26,7 +26,6 @@ COLLECTIVES = (
     "all_to_all_single",
     "broadcast",
 )
-PATIENCE_S = 60.0
 
 
 class Silent(pl.Callback):
