@@ -19,6 +19,11 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is not a checkpoint at a path; stock Lightning raises FileNotFoundError there."""
 
 
+class UnreadableCheckpointError(CheckpointError):
+    """A checkpoint is damaged, cut off or written by something else: the message has no cure, which those who quote it
+    add, and `user_errors.sentence_of`."""
+
+
 class ForeignMessageError(UserError, RuntimeError):
     """Message from another process that this package did not write, or that is damaged: nothing of it is used."""
 

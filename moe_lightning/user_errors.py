@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterable
 
-from moe_lightning.errors import ConfigurationError, UserError
+from moe_lightning.errors import ConfigurationError, UnreadableCheckpointError, UserError
 
 EXIT_MISTAKE = 2
 EXIT_CRASH = 1
@@ -62,7 +62,8 @@ def sentence_of(error: BaseException) -> str | None:
     link: BaseException | None = error
     while link is not None and link not in chain:
         if isinstance(link, tuple(mistakes)):
-            return one_line(link)
+            cure = "; restore it from a copy, or name another checkpoint"
+            return one_line(link) + (cure if isinstance(link, UnreadableCheckpointError) else "")
         chain.append(link)
         link = link.__cause__ or link.__context__
     return sentence_of_memory(error) or _sentence_of_path(error)

@@ -39,7 +39,7 @@ from moe_lightning.checkpoint.manifest import Manifest
 from moe_lightning.checkpoint.names import MANIFEST, order_of
 from moe_lightning.checkpoint.storage import absolute, storage_of
 from moe_lightning.checkpoint.storage.interface import Place, Stat, exists
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, UnreadableCheckpointError
 
 RECORD = "run.json"
 
@@ -138,14 +138,16 @@ def read_manifest(path: Place) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read ({error.strerror})") from error
+        raise UnreadableCheckpointError(f"{path / MANIFEST} cannot be read ({error.strerror})") from error
     manifest = Manifest.parse(data, str(path / MANIFEST))
     order = order_of(path.name)
     if order is not None and order[0] != manifest.step:
-        raise CheckpointError(f"{path / MANIFEST} belongs to step {manifest.step}, not to {path.name}")
+        raise UnreadableCheckpointError(f"{path / MANIFEST} belongs to step {manifest.step}, not to {path.name}")
     owner, _ = _recorded_run(path.parent)
     if order is not None and owner is not None and owner != manifest.run:
-        raise CheckpointError(f"{path / MANIFEST} belongs to run {manifest.run}, but {path.parent} holds run {owner}")
+        raise UnreadableCheckpointError(
+            f"{path / MANIFEST} belongs to run {manifest.run}, but {path.parent} holds run {owner}"
+        )
     return manifest
 
 

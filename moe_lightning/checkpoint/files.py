@@ -33,7 +33,12 @@ from torch import Tensor, nn
 
 from moe_lightning.checkpoint.storage.interface import sync_directory
 from moe_lightning.compat.containers import Rebuilt
-from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from moe_lightning.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingCheckpointError,
+    UnreadableCheckpointError,
+)
 from moe_lightning.files import check_written, open_regular, replacing
 
 SUFFIX = ".ckpt"
@@ -47,10 +52,6 @@ _NO_LENGTH = b"\0\0"
 _END_OF_ARCHIVE, _END_BYTES = b"PK\5\6", 22
 _CHUNK_BYTES = 16 << 20
 _BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError)
-
-
-class WeightsAloneError(CheckpointError):
-    """A file that is given as a checkpoint and holds a model only."""
 
 
 class ChecksummedFile:
@@ -118,10 +119,10 @@ def check_end(path: Path) -> None:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         cure = "give the path of a .ckpt file or of a directory of checkpoints"
         return MissingCheckpointError(f"the checkpoint {path} does not exist: {cure}")
-    return CheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})")
+    return UnreadableCheckpointError(f"the checkpoint {path} cannot be read ({error.strerror})")
 
 
 def _read_end(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
@@ -135,14 +136,14 @@ def _read_end(path: Path, file: IO[bytes], size: int) -> tuple[int, bytes]:
         return size, b""
     if path.suffix == ".safetensors":
         raise weights_alone(path)
-    raise CheckpointError(
+    raise UnreadableCheckpointError(
         f"{path} is damaged or no checkpoint: it ends with neither an archive of torch nor a checksum"
     )
 
 
-def weights_alone(path: object) -> WeightsAloneError:
+def weights_alone(path: object) -> CheckpointError:
     """Return the error for a file that is given as a checkpoint and holds a model only."""
-    return WeightsAloneError(
+    return CheckpointError(
         f"{path} holds the weights of a model, and not the state of its training: load them into the module with "
         "load_state_dict and give no checkpoint, or give one that was saved with its optimizers"
     )
@@ -158,7 +159,7 @@ def _check_once(path: Path, inode: int, changed_ns: int, size: int) -> None:
         found = _digest_of(file, covered)
         found.update(_NO_LENGTH)
         if found.hexdigest().encode() != expected:
-            raise CheckpointError(f"{path} is damaged: its checksum does not match")
+            raise UnreadableCheckpointError(f"{path} is damaged: its checksum does not match")
 
 
 def _digest_of(file: IO[bytes], length: int) -> xxhash.xxh3_64:
@@ -175,9 +176,11 @@ def _check_contents(path: Path, file: IO[bytes], size: int) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except _BAD_ARCHIVE as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
+        raise UnreadableCheckpointError(
+            f"{path} is damaged or no checkpoint: it is no whole archive of torch"
+        ) from error
     if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} in it does not match")
+        raise UnreadableCheckpointError(f"{path} is damaged: the checksum of {damaged} in it does not match")
 
 
 def check_archive(file: IO[bytes], size: int, origin: str) -> None:
@@ -194,18 +197,24 @@ def check_archive(file: IO[bytes], size: int, origin: str) -> None:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
     except _BAD_ARCHIVE as error:
-        raise CheckpointError(f"{origin} is damaged or no checkpoint: {error}") from error
+        raise UnreadableCheckpointError(
+            f"{origin} is damaged or no checkpoint: it is no whole archive of torch"
+        ) from error
     packed = next((r.filename for r in records if r.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None:
-        raise CheckpointError(
+        raise UnreadableCheckpointError(
             f"{origin} is not a checkpoint of torch: its record {packed} is compressed, and is not read"
         )
     total = sum(record.file_size for record in records)
     if total > size:
-        raise CheckpointError(f"{origin} is not a checkpoint of torch: its {size} bytes hold records of {total} bytes")
+        raise UnreadableCheckpointError(
+            f"{origin} is not a checkpoint of torch: its {size} bytes hold records of {total} bytes"
+        )
 
 
-TRUST_ADVICE = ", unless you trust who wrote it and say fit(..., weights_only=False)"
+TRUST_ADVICE = (
+    ": leave these out when you save it, or, if you trust who wrote it, resume with fit(..., weights_only=False)"
+)
 
 _EXPANDED_BYTES = 1 << 30
 """Limit for all expanded tensors of an archive that is smaller itself."""
@@ -238,11 +247,11 @@ def load_plain(source: Path | bytes, origin: str, advice: str = "") -> Any:
         kind = re.search(r"GLOBAL (\S+)", str(error))  # torch's own words are a page of advice
         reason = kind[1] if kind else str(error).splitlines()[0]
         raise CheckpointError(
-            f"{origin} holds more than tensors and plain values ({reason}): it is not loaded{advice}"
+            f"{origin} holds more than tensors and plain values ({reason}), which are not loaded{advice}"
         ) from error
     except Exception as error:  # a pickle that somebody wrote by hand raises what it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
+        raise UnreadableCheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
     _check_memory(value, size, origin)
     return value
 
@@ -268,7 +277,7 @@ def load_trusted(source: Path | bytes, origin: str) -> Any:
         ) from error
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
+        raise UnreadableCheckpointError(f"{origin} is damaged or no checkpoint: {reason}") from error
 
 
 def _check_memory(value: Any, size: int, origin: str) -> None:
@@ -277,7 +286,7 @@ def _check_memory(value: Any, size: int, origin: str) -> None:
     sizes = ((tensor.nbytes, 0 if tensor.is_meta else tensor.untyped_storage().nbytes()) for tensor in dense)
     expanded, most = sum(nbytes for nbytes, held in sizes if nbytes > held), max(size, _EXPANDED_BYTES)
     if expanded > most:
-        raise CheckpointError(
+        raise UnreadableCheckpointError(
             f"{origin} has {size} bytes, and expanded tensors in it stand for {expanded}: at most {most} are read"
         )
 
@@ -314,11 +323,15 @@ def read_checkpoint(path: Path, *, is_trusted: bool = False) -> dict[str, Any]:
         raise weights_alone(path)
     for key in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or key not in checkpoint:
-            raise CheckpointError(f"{path} has no {key!r}: Lightning did not write it, give the path of a .ckpt file")
+            raise _foreign(f"{path} has no {key!r}")
     if not isinstance(checkpoint["state_dict"], Mapping):
-        raise CheckpointError(f"{path} has a 'state_dict' that holds no tensors by name: Lightning did not write it")
+        raise _foreign(f"{path} has a 'state_dict' that holds no tensors by name")
     loaded: dict[str, Any] = checkpoint
     return loaded
+
+
+def _foreign(problem: str) -> CheckpointError:
+    return CheckpointError(f"{problem}: Lightning did not write it, give the path of a .ckpt file")
 
 
 _LEAVES = (

@@ -412,7 +412,9 @@ def model_tensors(values: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     for name, value in values["state_dict"].items():
         if isinstance(value, Tensor):
             if value.layout != torch.strided or value.is_meta:
-                raise CheckpointError(f"{path}: {name} is sparse or has no values, and only dense tensors are exported")
+                raise CheckpointError(
+                    f"{path}: {name} is sparse or has no values, and only dense tensors are exported: train without it"
+                )
             storage = value.untyped_storage().data_ptr()
             found[name] = value.clone() if storage in storages else value.contiguous()
             storages.add(storage)

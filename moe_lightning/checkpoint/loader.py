@@ -45,7 +45,7 @@ from moe_lightning.checkpoint.names import MANIFEST
 from moe_lightning.checkpoint.policy import unseen_tokens
 from moe_lightning.checkpoint.storage import storage_of
 from moe_lightning.checkpoint.storage.interface import Place
-from moe_lightning.errors import CheckpointError
+from moe_lightning.errors import CheckpointError, UnreadableCheckpointError
 from moe_lightning.state.pieces import DTYPES, OBJECT, Block, Piece, by_key, is_expert_key, parse_expert_key, replay_key
 
 
@@ -153,7 +153,7 @@ class CheckpointSource(ABC):
             raise CheckpointError(f"{key} is a tensor in {self.path.name}: use read")
         data = self._raw(piece).numpy().tobytes()
         if xxhash.xxh3_64_hexdigest(data) != piece.xxh3:
-            raise CheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
+            raise UnreadableCheckpointError(f"{self.path} is damaged: the checksum of {key} does not match")
         origin = f"{key} in {self.path}"
         return load_trusted(data, origin) if self.is_trusted else load_plain(data, origin, TRUST_ADVICE)
 
@@ -250,7 +250,7 @@ class Checkpoint(CheckpointSource):
         try:
             self.manifest: Manifest = read_manifest(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
+            raise UnreadableCheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from error
         if run is not None and self.manifest.run != run:
             raise CheckpointError(f"{path} belongs to run {self.manifest.run}, not to {run}: name the right directory")
         self.step, self.first_step = self.manifest.step, self.manifest.first_step
@@ -289,7 +289,7 @@ class Checkpoint(CheckpointSource):
             CheckpointError: the first file or key that is not as it should be.
         """
         for damage in self.damages():
-            raise CheckpointError(damage.problem)
+            raise UnreadableCheckpointError(damage.problem)
 
     def damages(self, *, share: tuple[int, int] = (0, 1)) -> list[DamagedFile]:
         """Every file that is not as it should be, and what of its contents is wrong.
@@ -301,7 +301,7 @@ class Checkpoint(CheckpointSource):
             CheckpointError: the manifest does not describe a whole checkpoint.
         """
         if METADATA not in self.manifest.files:
-            raise CheckpointError(f"{self.path / MANIFEST} does not list {METADATA}")
+            raise UnreadableCheckpointError(f"{self.path / MANIFEST} does not list {METADATA}")
         check_coverage(self.manifest.stored, extra=self.manifest.extra)
         number, shares = share
         names = sorted(self.manifest.files)[number::shares]
@@ -456,7 +456,7 @@ def repaired(path: Place, *, damages_of: DamagesOf = Checkpoint.damages) -> Foun
         problems.append(f"{_unsound(path, since[session])}: name an older one, or give {path.parent}")
     try:
         checkpoint, sentences = _mend(named, _saved_soundly(path.parent)[0], damages_of)
-    except CheckpointError as error:
+    except UnreadableCheckpointError as error:
         raise CheckpointError(f"{error}; {CURE_OF_DAMAGE}") from error
     return Found(checkpoint=checkpoint, problems=(*problems, *sentences))
 
@@ -468,7 +468,7 @@ def _mend(checkpoint: Checkpoint, paths: Sequence[Place], damages_of: DamagesOf)
         if not all(is_expert_key(key) for key in damage.keys) or (
             damage.keys and checkpoint.first_step < checkpoint.step
         ):
-            raise CheckpointError(damage.problem)
+            raise UnreadableCheckpointError(damage.problem)
     lost = sorted({key for damage in damages for key in damage.keys})
     if not lost:
         return checkpoint, [_harmless(damage) for damage in damages]
@@ -479,7 +479,7 @@ def _mend(checkpoint: Checkpoint, paths: Sequence[Place], damages_of: DamagesOf)
         if name is None:
             problem = next(damage.problem for damage in damages if key in damage.keys)
             layer, expert = parse_expert_key(key)[:2]
-            raise CheckpointError(
+            raise UnreadableCheckpointError(
                 f"{problem}, and no kept checkpoint has another version of expert {expert} of layer {layer}"
             )
         substitutes[key] = name

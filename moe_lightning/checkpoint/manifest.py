@@ -24,7 +24,7 @@ import xxhash
 from annotated_types import Interval, Predicate
 
 from moe_lightning.checkpoint.names import MANIFEST
-from moe_lightning.errors import CheckpointError, ConfigurationError
+from moe_lightning.errors import CheckpointError, ConfigurationError, UnreadableCheckpointError
 from moe_lightning.state.pieces import (
     DTYPES,
     LARGEST,
@@ -182,8 +182,8 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _refused(origin: str, problem: str) -> CheckpointError:
-    return CheckpointError(f"{origin} was written by something else: {problem}")
+def _refused(origin: str, problem: str) -> UnreadableCheckpointError:
+    return UnreadableCheckpointError(f"{origin} was written by something else: {problem}")
 
 
 METADATA = ".metadata"
@@ -256,7 +256,7 @@ class _Record(SavedStep):
         record = read_json(cls, _parse_envelope(data, origin), origin)
         for name, entry in record.files.items():
             if not _SAFE_PATH.fullmatch(entry.path) or PurePosixPath(entry.path).name != name or name in (".", ".."):
-                raise CheckpointError(f"{origin} names the file {entry.path!r}, which no checkpoint of ours would hold")
+                raise _refused(origin, f"it names the file {entry.path!r}")
         sizes = {name: entry.nbytes for name, entry in record.files.items()}
         check_pieces(record.stored, lambda piece: _problem_of_place(piece, sizes), origin)
         return record
@@ -319,16 +319,16 @@ def check_coverage(
     """
     found = by_key(stored)
     if not found:
-        raise CheckpointError("it holds no state")
+        raise UnreadableCheckpointError("it holds no state")
     missing = sorted(set(required) - found.keys())
     if missing:
-        raise CheckpointError(f"{missing[0]} is missing ({len(missing)} keys are)")
+        raise UnreadableCheckpointError(f"{missing[0]} is missing ({len(missing)} keys are)")
     for key, pieces in found.items():
         whole = pieces[0].block.whole
         if any((piece.dtype, piece.block.whole) != (pieces[0].dtype, whole) for piece in pieces):
-            raise CheckpointError(f"{key} has pieces of different dtypes or shapes")
+            raise UnreadableCheckpointError(f"{key} has pieces of different dtypes or shapes")
         if not is_tiled(whole, [piece.block for piece in pieces]):
-            raise CheckpointError(f"parts of {key} are missing or there twice")
+            raise UnreadableCheckpointError(f"parts of {key} are missing or there twice")
     _check_experts(found.keys(), extra or {})
     _check_replay(found, extra or {})
 
@@ -367,7 +367,7 @@ def _check_experts(keys: Iterable[str], extra: Mapping[str, Any]) -> None:
         for expert in range(num_experts):
             lacking = everything - experts.get(expert, set())
             if lacking:
-                raise CheckpointError(f"expert {expert} of layer {layer} lacks {'/'.join(min(lacking))}")
+                raise UnreadableCheckpointError(f"expert {expert} of layer {layer} lacks {'/'.join(min(lacking))}")
 
 
 def _check_replay(found: Mapping[str, list[Piece]], extra: Mapping[str, Any]) -> None:
@@ -377,7 +377,9 @@ def _check_replay(found: Mapping[str, list[Piece]], extra: Mapping[str, Any]) ->
         layer, expert, scope, name = parse_expert_key(key)
         for step in range(first, found[key][0].version) if scope in WEIGHTS else ():
             if replay_key(layer, expert, step, name) not in found:
-                raise CheckpointError(f"expert {expert} of layer {layer} lacks its weights of step {step} ({name})")
+                raise UnreadableCheckpointError(
+                    f"expert {expert} of layer {layer} lacks its weights of step {step} ({name})"
+                )
 
 
 def _dump_envelope(body: bytes) -> bytes:
@@ -388,14 +390,14 @@ def _parse_envelope(data: bytes, origin: str) -> bytes:
     """The body, if its bytes match the checksum before them."""
     envelope = _ENVELOPE.match(data)
     if envelope is None or not data.endswith(b"}\n"):
-        raise CheckpointError(f"{origin} is damaged: it is not a manifest")
+        raise UnreadableCheckpointError(f"{origin} is damaged: it is not a manifest")
     if int(envelope[1]) != _FORMAT:
         raise CheckpointError(
             f"{origin} has format {int(envelope[1])}, not {_FORMAT}: read it with the version that wrote it"
         )
     body = data[envelope.end() : -2]
     if xxhash.xxh3_64_hexdigest(body).encode() != envelope[2]:
-        raise CheckpointError(f"{origin} is damaged: its checksum does not match")
+        raise UnreadableCheckpointError(f"{origin} is damaged: its checksum does not match")
     return body
 
 

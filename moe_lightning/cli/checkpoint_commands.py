@@ -73,7 +73,7 @@ def _carries_on(manifest: Manifest) -> str:
 
 def _print(line: str) -> None:
     """Print a line, which may hold names of a checkpoint from elsewhere."""
-    print(printable(line))
+    print(printable(line), flush=True)  # before a sentence on stderr
 
 
 def _facts(*rows: tuple[str, str]) -> str:
@@ -105,7 +105,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     for verdict in verdicts:
         found = "pruned meanwhile" if verdict.is_pruned else verdict.problem or "whole"
         _print(f"{verdict.name}: {found}")
-    return 1 if any(verdict.problem for verdict in verdicts) else 0
+    damaged = sum(verdict.problem is not None for verdict in verdicts)
+    if damaged:
+        what = f"{damaged} of {len(verdicts)} in {arguments.path} are" if len(verdicts) > 1 else f"{arguments.path} is"
+        raise CheckpointError(f"{what} not whole: restore from a copy what is named above, or name another checkpoint")
+    return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:

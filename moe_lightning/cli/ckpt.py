@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         path = error.filename or getattr(arguments, "path", "")
-        print(f"moe-ckpt: error: {printable(str(path))}: {error.strerror}", file=sys.stderr)
+        sentence = f"{printable(str(path))} cannot be read or written ({error.strerror}): give another path"
+        print(f"moe-ckpt: error: {sentence}", file=sys.stderr)
         return 2
     except Exception as error:
         return user_errors.report("moe-ckpt", error)

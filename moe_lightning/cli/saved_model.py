@@ -61,7 +61,7 @@ def open_saved(path: Place, *, report: Callable[[str], None] | None = None) -> S
             break
         except CheckpointError as error:
             if report is None or file == place:
-                raise CheckpointError(f"{error}; restore it from a copy, or name another checkpoint") from error
+                raise
             problems.append(str(error))
     if problems and found is None and not directories(place):
         raise CheckpointError(

@@ -37,7 +37,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from moe_lightning.compat import private_torch
-from moe_lightning.errors import CheckpointError, ConfigurationError, ForeignMessageError, MissingCheckpointError
+from moe_lightning.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ForeignMessageError,
+    MissingCheckpointError,
+    UnreadableCheckpointError,
+)
 from moe_lightning.parallel.context import World, broadcast_
 from moe_lightning.parallel.exchange import all_gather_counts
 
@@ -327,7 +333,12 @@ def broadcast_object(value: Any, source: int, world: World) -> Any:
     return value if is_source else decode(world.read(data).numpy().tobytes(), world.device, sender=f"rank {source}")
 
 
-_USER_ERRORS: tuple[type[Exception], ...] = (MissingCheckpointError, CheckpointError, ConfigurationError)
+_USER_ERRORS: tuple[type[Exception], ...] = (
+    MissingCheckpointError,
+    UnreadableCheckpointError,
+    CheckpointError,
+    ConfigurationError,
+)
 
 
 @contextmanager

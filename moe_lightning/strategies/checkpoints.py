@@ -22,7 +22,6 @@ from moe_lightning.checkpoint.directory import directories, has_manifest, newest
 from moe_lightning.checkpoint.files import (
     CURE_OF_DAMAGE,
     PlainValues,
-    WeightsAloneError,
     advice_for,
     check_file,
     read_checkpoint,
@@ -40,7 +39,7 @@ from moe_lightning.checkpoint.storage.interface import Place
 from moe_lightning.checkpoint.training_state import random_state, scalars_key
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.containers import AS_CONTAINERS
-from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError, UnreadableCheckpointError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object, failing_together
 from moe_lightning.parallel.context import World
 from moe_lightning.state.tensors import cuts_of
@@ -270,9 +269,7 @@ class Checkpoints:
         with failing_together(world):
             try:
                 check_file(path)
-            except (MissingCheckpointError, WeightsAloneError):  # which say what to do
-                raise
-            except CheckpointError as error:
+            except UnreadableCheckpointError as error:
                 raise CheckpointError(f"{error}; {CURE_OF_DAMAGE}") from error
         return read_checkpoint(path, is_trusted=self.reads_objects)
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from moe_lightning.compat import private_lightning
 from moe_lightning.compat.private_lightning import SubprocessLauncher, WorkersLauncher
 from moe_lightning.elastic.membership import ElasticTask
-from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from moe_lightning.errors import CheckpointError, ConfigurationError, MissingCheckpointError, UnreadableCheckpointError
 from moe_lightning.files import PrivateFolder
 from moe_lightning.parallel.context import STORE_VARIABLE
 
@@ -115,7 +115,7 @@ class WorkerLauncher(WorkersLauncher):
 def _of_worker(error: ProcessRaisedException) -> Exception:
     """Return a user error of a worker without its traceback; other errors unchanged."""
     last = str(error).strip().splitlines()[-1]
-    for kind in (ConfigurationError, MissingCheckpointError, CheckpointError):
+    for kind in (ConfigurationError, MissingCheckpointError, UnreadableCheckpointError, CheckpointError):
         prefix = f"{kind.__module__}.{kind.__name__}: "
         if last.startswith(prefix):
             return kind(last.removeprefix(prefix))

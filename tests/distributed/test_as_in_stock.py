@@ -170,7 +170,7 @@ def test_objects_are_unpickled_when_the_user_says_so(
         if weights_only is False:
             assert found == (4, 1)
         else:
-            assert "is not loaded, unless you trust who wrote it and say fit(..., weights_only=False)" in found
+            assert "if you trust who wrote it, resume with fit(..., weights_only=False)" in found
             assert "\n" not in found
 
 

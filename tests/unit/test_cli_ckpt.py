@@ -264,6 +264,49 @@ def test_a_path_that_is_not_there_is_a_mistake_and_no_damage(
     assert "gone.ckpt" in capsys.readouterr().err
 
 
+def _damaged(folder: Path, kind: str) -> Path:
+    """A checkpoint file or directory with one thing wrong."""
+    path = folder / "one.ckpt"
+    if kind == "object":
+        torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6", "global_step": Path("x")}, path)
+    elif kind in ("no archive", "cut"):
+        lightning_file(path, 1)
+        path.write_bytes(path.read_bytes()[:-9] if kind == "cut" else b"these are words")
+    elif kind == "below a file":
+        path.write_text("")
+        return path / "x"
+    else:
+        with node(folder, keep_last=9) as made:
+            made.save(1)
+            path = made.root / "step-00000001"
+        if kind == "manifest":
+            path.joinpath(MANIFEST).write_text("{}")
+        else:
+            next(path.glob("dense*")).unlink()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["no archive", "cut", "object", "below a file", "manifest", "part"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "export", "export-hf", "export-gguf", "edit", "prune"])
+def test_damage_is_told_with_one_cure(
+    command: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _damaged(tmp_path, kind)
+    more = {"prune": ["--keep", "1"], "edit": ["out.ckpt", "--prune", "0"]}.get(command, [])
+    more = [str(tmp_path / "target.gguf")] if command.startswith("export") else more
+    code = main([command, str(path), *more])
+    said = capsys.readouterr().err
+    if (command, kind) == ("inspect", "part"):  # it reads the manifest alone
+        assert (code, said) == (0, "")
+        return
+    assert code in (1, 2)
+    assert said.count("\n") == 1
+    assert path.name in said
+    cures = ("name another checkpoint", "name a checkpoint", "give ", "raise --keep", "resume with fit(")
+    assert sum(said.count(cure) for cure in cures) == 1, said
+    assert "File is not" not in said
+
+
 def test_every_damage_to_a_files_tensors_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "last.ckpt"
     weight = lightning_file(path, 1)["model.w"].numpy().tobytes()
