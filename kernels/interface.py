@@ -264,19 +264,22 @@ class PlanKernels(Protocol):
         """Return the layout of a plan's rows in blocks."""
 
 
+SAMPLE_ROWS = 1 << 32
+"""Rows between the first ones of two samples in the count of `Draw`, so that a row's number does not depend on the
+length that samples are padded to."""
+
+
 class Draw(NamedTuple):
     """Random numbers to draw: a key, and the position of the local rows in the global batch.
 
     Attributes:
         key: int64, already mixed.
         first: sample of the global batch that begins here.
-        here: local rows of a sample.
-        parts: of equal size, into which a sample's rows are cut.
-        part: which of them is here.
+        here: local rows of a sample, below `SAMPLE_ROWS`.
+        part: which of the equal parts of each sample's rows is here.
     """
 
     key: int
     first: int
     here: int
-    parts: int
     part: int

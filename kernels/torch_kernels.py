@@ -24,7 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_lightning.kernels import torch_grouped
-from moe_lightning.kernels.interface import CLAMPED_ALPHA, CLAMPED_LIMIT, GATED, Draw, ExpertSort, QuotaRounds, Runs
+from moe_lightning.kernels.interface import (
+    CLAMPED_ALPHA,
+    CLAMPED_LIMIT,
+    GATED,
+    SAMPLE_ROWS,
+    Draw,
+    ExpertSort,
+    QuotaRounds,
+    Runs,
+)
 
 _ALIGNMENT = 64
 _LARGE = 1 << 20
@@ -500,9 +509,7 @@ def _mix(x: Tensor) -> Tensor:
 def global_rows(draw: Draw, num_rows: int, device: torch.device) -> Tensor:
     """Global index of each local row."""
     local = torch.arange(num_rows, device=device)
-    if draw.parts == 1:
-        return local + draw.first * draw.here
-    return (local // draw.here + draw.first) * (draw.here * draw.parts) + local % draw.here + draw.part * draw.here
+    return (local // draw.here + draw.first) * SAMPLE_ROWS + local % draw.here + draw.part * draw.here
 
 
 def uniform(draw: Draw, num_rows: int, num_columns: int, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_lightning.kernels import torch_kernels
-from moe_lightning.kernels.interface import Draw
+from moe_lightning.kernels.interface import SAMPLE_ROWS, Draw
 from moe_lightning.kernels.torch_kernels import xor as xor
 from moe_lightning.kernels.triton.launch import INTERPRETED, ceil_div, launch, row_tile
 
@@ -140,6 +140,7 @@ def sum_in_rank_order(parts_NL: Tensor, out_L: Tensor) -> None:
 
 
 _GOLDEN: tl.constexpr = tl.constexpr(torch_kernels.GOLDEN)
+_SAMPLE_ROWS: tl.constexpr = tl.constexpr(SAMPLE_ROWS)
 _MIX_1: tl.constexpr = tl.constexpr(torch_kernels.MIX_1)
 _MIX_2: tl.constexpr = tl.constexpr(torch_kernels.MIX_2)
 
@@ -151,14 +152,14 @@ def _mix(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["num_rows", "key", "first", "here", "parts", "part"])
+@triton.jit(do_not_specialize=["num_rows", "key", "first", "here", "part"])
 def _dropout_kernel(
-    x, out, num_rows, width, key, first, here, parts, part, p, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, out, num_rows, width, key, first, here, part, p, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     size = here.to(tl.int64)
-    place = (row // size + first) * (size * parts) + row % size + size * part
+    place = (row // size + first) * _SAMPLE_ROWS + row % size + size * part
     rows = _mix(place * _GOLDEN + key)
     bits = _mix(rows[:, None] + ((column + 1).to(tl.int64) * _GOLDEN)[None, :])
     uniform = (((bits >> 40) & 0xFFFFFF).to(tl.float32) + 0.5) * 5.9604644775390625e-08
@@ -176,6 +177,6 @@ def dropout(x_MD: Tensor, p: float, draw: Draw) -> Tensor:
     rows, columns = row_tile(width, elements=2048)
     launch(
         _dropout_kernel, (ceil_div(num_rows, rows), ceil_div(width, columns)), x_MD, x_MD, out_MD, num_rows, width,
-        draw.key, draw.first, draw.here, draw.parts, draw.part, p, scale, ROWS=rows, COLUMNS=columns,
+        draw.key, draw.first, draw.here, draw.part, p, scale, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return out_MD

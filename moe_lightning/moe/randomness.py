@@ -1,9 +1,9 @@
 """Random numbers keyed by the position of a sample in the global stream (law L1).
 
-Noise of routers, jitter and dropout are functions of (seed, step, layer tag, global row): slicing the batch over more
-ranks or micro-batches changes none of them. The numbers come from a counter-based hash (splitmix64's finalizer), so no
-generator state exists to be saved. `remembering` restores what modules read beside their inputs when a backward pass
-computes them again.
+Noise of routers, jitter and dropout are functions of (seed, step, layer tag, sample, position in it): slicing the batch
+over more ranks or micro-batches, or padding it to another length, changes none of them. The numbers come from a
+counter-based hash (splitmix64's finalizer), so no generator state exists to be saved. `remembering` restores what
+modules read beside their inputs when a backward pass computes them again.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SampleStream:
         step = self.step if self._is_driven else int(torch.randint(0, 1 << 62, (1,), device="cpu"))
         key = torch_kernels.mixed(self.seed * 0x632BE59BD9B4E019 + tag * 0x9FB21C651E98DF25 + step + 1)
         here = max(1, num_rows // self.num_samples) if self.num_samples else 1  # fewer rows: of a part of the samples
-        return ops.Draw(key=key, first=self.first_sample, here=here, parts=self.parts, part=self.part)
+        return ops.Draw(key=key, first=self.first_sample, here=here, part=self.part)
 
     def uniform(self, tag: int, num_rows: int, num_columns: int, device: torch.device) -> Tensor:
         """float32 [num_rows, num_columns] in the open interval (0, 1), keyed by (seed, step, tag, global row,

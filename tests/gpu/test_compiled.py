@@ -209,7 +209,7 @@ def test_every_kernel_compiles_and_fits(capability, compiler):
     plan.plan_rows(table, table, 3, QuotaRounds(rounds=48, patience=12, slack=128, one=1 << 20))
     runs = plan.runs(table, table, torch.zeros(EXPERTS, dtype=torch.int64), 4096)
     routing.fill_blocks(order, runs.send_starts, runs.send_ends, table[0, 0], 64 * 4096)
-    row_kernels.dropout(rows, 0.1, Draw(key=-(1 << 60), first=3, here=8, parts=1, part=0))
+    row_kernels.dropout(rows, 0.1, Draw(key=-(1 << 60), first=3, here=8, part=0))
     most_spilled = {"_plan_kernel": 512}  # tables of int64, of which one program keeps seven
     for kernel in compiler.kernels:
         keeps_to_the_budget(kernel, capability, most_spilled.get(kernel.name, 0))

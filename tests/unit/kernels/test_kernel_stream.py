@@ -13,9 +13,9 @@ from tests.unit.kernels.conftest import TRITON
 from tests.unit.kernels.kernel_cases import DEVICE
 
 DRAWS = (
-    ops.Draw(key=torch_kernels.mixed(3), first=0, here=1, parts=1, part=0),
-    ops.Draw(key=torch_kernels.mixed(-7), first=9, here=4, parts=1, part=0),
-    ops.Draw(key=5, first=1_000_003, here=6, parts=3, part=2),
+    ops.Draw(key=torch_kernels.mixed(3), first=0, here=1, part=0),
+    ops.Draw(key=torch_kernels.mixed(-7), first=9, here=4, part=0),
+    ops.Draw(key=5, first=1_000_003, here=6, part=2),
 )
 
 
@@ -42,10 +42,10 @@ def test_dropout_is_that_of_the_torch_body(draw: ops.Draw, dtype: torch.dtype) -
 def test_the_mask_is_that_of_the_rows_of_the_whole_batch() -> None:
     """Two ranks and two parts of each sample draw what one rank draws; numbers that must never change."""
     key = torch_kernels.mixed(11)
-    whole = torch_kernels.uniform(ops.Draw(key=key, first=0, here=4, parts=1, part=0), 8, 3, torch.device("cpu"))
+    whole = torch_kernels.uniform(ops.Draw(key=key, first=0, here=4, part=0), 8, 3, torch.device("cpu"))
     for sample in range(2):
         for part in range(2):
-            draw = ops.Draw(key=key, first=sample, here=2, parts=2, part=part)
+            draw = ops.Draw(key=key, first=sample, here=2, part=part)
             own = torch_kernels.uniform(draw, 2, 3, torch.device("cpu"))
             assert torch.equal(own, whole.view(2, 2, 2, 3)[sample, part])
     tensor = torch_kernels._mix(torch.tensor([11, -5, 1 << 62]))
