@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -137,7 +138,8 @@ class RouterConfig:
     def capacity(self, num_assignments: int, num_experts: int) -> int:
         """Most assignments that an expert takes from a rank with so many in total, under a capacity factor."""
         assert self.capacity_factor is not None
-        return math.ceil(self.capacity_factor * num_assignments / num_experts)
+        factor = Fraction(str(self.capacity_factor))  # as it was written: 1.1 of ten assignments are no more than 11
+        return math.ceil(factor * num_assignments / num_experts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,6 +190,11 @@ def test_capacity_keeps_what_the_policy_says(data: st.DataObject) -> None:
             assert kept == asked[:limit]
 
 
+def test_capacity_is_that_of_the_decimal_factor() -> None:
+    factors = {1.1: 11, 1.05: 11, 1: 10, 0.7: 7, 1e-5: 1}
+    assert {factor: RouterConfig(capacity_factor=factor).capacity(100, 10) for factor in factors} == factors
+
+
 def test_capacity_counts_before_dropping() -> None:
     router, x_TD = make_router(capacity_factor=0.5, drop_policy="position"), tokens(24)
     routing, dropless = router(x_TD), make_router()(x_TD)
