@@ -36,7 +36,8 @@ class RoutingHealth:
         """Take the shares of a logging step, float64 [E] by layer, and return its metrics by name.
 
         * moe/layerNN/dead_experts_count: experts with less than 1 % of an even load over the window
-        * moe/layerNN/load_entropy_ratio: entropy of the shares over that of even ones: 1 is even, 0 is one expert
+        * moe/layerNN/load_entropy_ratio: entropy of the shares over that of even ones: 1 is even, 0 is one of several
+          experts
         * moe/layerNN/load_drift_fraction: of the assignments, those that other experts got than over the window
         * moe/dead_experts_count (sum over layers), moe/load_entropy_ratio (lowest layer), moe/load_drift_fraction
           (largest), moe/expert_imbalance_p50_ratio, _p95_ratio and _max_ratio over the layers
@@ -46,9 +47,10 @@ class RoutingHealth:
             seen = self._shares.setdefault(layer, deque(maxlen=WINDOW))
             drift = 0.5 * float(np.abs(shares_E - _average(seen)).sum()) if seen else 0.0
             seen.append(shares_E)
+            entropy = _entropy(shares_E) / math.log(len(shares_E)) if len(shares_E) > 1 else 1.0
             metrics |= {
                 f"moe/layer{layer:02d}/dead_experts_count": float(len(_dead(_average(seen)))),
-                f"moe/layer{layer:02d}/load_entropy_ratio": _entropy(shares_E) / max(math.log(len(shares_E)), 1e-9),
+                f"moe/layer{layer:02d}/load_entropy_ratio": entropy,
                 f"moe/layer{layer:02d}/load_drift_fraction": drift,
             }
         for name, over_layers in (

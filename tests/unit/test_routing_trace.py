@@ -328,6 +328,11 @@ def test_layers_without_tokens_are_neither_dead_nor_uneven() -> None:
     assert RoutingHealth().observe({}) == {}
 
 
+def test_the_only_expert_of_a_layer_is_no_collapse() -> None:
+    numbers = RoutingHealth().observe({0: EVEN, 1: np.ones(1)})
+    assert (numbers["moe/layer01/load_entropy_ratio"], numbers["moe/load_entropy_ratio"]) == (1, pytest.approx(1))
+
+
 # ----------------------------------------------------------------------
 # Synthetic drifting popularity: zipf shares whose order turns into another one, little by little.
 
