@@ -200,8 +200,9 @@ class _Pace:
 class Telemetry(Callback):
     """Logs the metrics of a step every `log_every_n_steps` of the Trainer.
 
-    * train/tokens_per_s (sum over ranks; samples where batches hold no token ids; padding that a mask in the batch
-      names is not counted), train/step_ms (maximum), train/gradient_norm, train/lr (that the step's update used)
+    * train/tokens_per_s (sum over ranks; samples where batches do not begin with token ids [B, L]; padding is not
+      counted where the batch has an entry attention_mask or is_token, or is (inputs, targets, is_token)),
+      train/step_ms (maximum), train/gradient_norm, train/lr (that the step's update used)
     * train/tokens_seen of all ranks since the run began, resumes included: the axis of scaling studies. It lacks
       the tokens that a rank which is lost or leaves has had since the last logging step
     * val/perplexity of language models of this project, after each validation
@@ -437,18 +438,20 @@ def _part_of_layers(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def _num_tokens(batch: Any) -> int | Tensor:
-    """Elements of the batch's first tensor where it holds token ids [B, L], without the padding that a mask beside it
-    names: a bool tensor of the same shape, or the entry attention_mask. Else its samples.
+    """Elements of the batch's first tensor where it holds token ids, integers [B, L], without the padding that a mask
+    of its shape names: the entry attention_mask or is_token, or a third tensor of bool, as in the batches of GPTModule.
+    Else its samples.
     """
     tensors = [leaf for leaf in private_torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
     if not tensors or not tensors[0].ndim:
         return 0
-    masks = [t for t in tensors[1:] if t.dtype is torch.bool and t.shape == tensors[0].shape]
-    if isinstance(batch, Mapping) and isinstance(batch.get("attention_mask"), Tensor):
-        masks = [batch["attention_mask"]]
-    if masks and not tensors[0].is_floating_point():
-        return masks[0].sum()
-    return len(tensors[0]) if tensors[0].is_floating_point() else tensors[0].numel()
+    if tensors[0].ndim != 2 or tensors[0].is_floating_point():
+        return len(tensors[0])
+    if isinstance(batch, Mapping):
+        masks = [batch[name] for name in ("attention_mask", "is_token") if isinstance(batch.get(name), Tensor)]
+    else:
+        masks = [tensor for tensor in tensors[2:3] if tensor.dtype is torch.bool]
+    return next((mask.sum() for mask in masks if mask.shape == tensors[0].shape), tensors[0].numel())
 
 
 def _device_metrics(trainer: pl.Trainer) -> Iterator[Metric]:

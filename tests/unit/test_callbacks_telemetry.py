@@ -27,6 +27,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.training import TINY, RandomTokens, make_trainer, quiet_trainer
 
 LENGTH = RandomTokens().length
+IDS = torch.zeros(3, 5, dtype=torch.int64)
 
 
 class Logged(pl.Callback):
@@ -371,7 +372,13 @@ def test_no_gpu_gets_the_peak_of_another(name: str, peak: float | None, monkeypa
 @pytest.mark.parametrize(
     ("batch", "count"),
     [
-        ((torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5)), 15),
+        ((IDS, torch.zeros(3, 5)), 15),
+        ((IDS, IDS, torch.eye(3, 5, dtype=torch.bool)), 3),
+        ({"input_ids": IDS, "attention_mask": torch.eye(3, 5, dtype=torch.int64), "labels": IDS}, 3),
+        ({"x": IDS, "is_token": torch.eye(3, 5, dtype=torch.bool)}, 3),
+        ({"x": IDS, "loss_mask": torch.eye(3, 5, dtype=torch.bool)}, 15),
+        ((IDS, torch.eye(3, 5, dtype=torch.bool)), 15),
+        ((torch.zeros(3, 2, 4, 4, dtype=torch.uint8), torch.zeros(3)), 3),
         ({"x": torch.zeros(3, 5)}, 3),
         (torch.tensor(1.0), 0),
         ("text", 0),
