@@ -244,6 +244,24 @@ def correct_progress(loops: dict[str, Any]) -> None:
     _leave_validation_out(loops, is_due=True)
 
 
+def count_batches(trainer: pl.Trainer, done: int, *, is_last: bool | None) -> None:
+    """Let the fit loop, restored to within or to the end of an epoch, count the batches of it that are done.
+
+    Args:
+        is_last: they are all of the epoch; None: as it was saved.
+    """
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    current, ready = batches.current, batches.current.ready
+    if not ready:
+        return
+    if is_last and not batches.is_last_batch:  # the epoch has become shorter; the loop ends it after its last batch
+        for progress in (batches.total, current):
+            progress.completed = progress.processed - 1
+    batches.is_last_batch = batches.is_last_batch if is_last is None else is_last
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + done - ready)
+
+
 def _leave_validation_out(loops: dict[str, Any], *, is_due: bool) -> None:
     """Take the batches of a validation that failed in one of them out of the fit loop's state. The loop begins at the
     first batch again, but would count them, and end as many before the last.

@@ -396,7 +396,11 @@ class StepSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Micro-batches in a whole epoch, also under `limit_epoch`: a Trainer applies its limit to this itself."""
-        whole, rest = divmod(self._usable(self.order.num_samples), self.cut.global_batch_size)
+        return self.batches_in(self._usable(self.order.num_samples))
+
+    def batches_in(self, samples: int) -> int:
+        """Micro-batches in the first samples of an epoch."""
+        whole, rest = divmod(samples, self.cut.global_batch_size)
         return whole * self.cut.num_micros + (len(self.cut.micro_bounds(rest)) - 1 if rest else 0)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -414,10 +418,11 @@ class StepSampler(Sampler[list[int]]):
     # ------------------------------------------------------------------ state and world
 
     def state_dict(self) -> dict[str, Any]:
-        """{"consumed": samples of the global stream consumed so far, "data_size", "data_key", "data_order": of which
-        data in which order, as far as that is known}; the same on every rank."""
+        """{"consumed": samples of the global stream consumed so far, in epochs of "epoch_size", "data_size",
+        "data_key", "data_order": of which data in which order, as far as that is known}; the same on every rank."""
         data = {"data_size": self.data_size, "data_key": self.data_key, "data_order": self.order.name}
-        return {"consumed": self.consumed, **{name: value for name, value in data.items() if value is not None}}
+        known = {name: value for name, value in data.items() if value is not None}
+        return {"consumed": self.consumed, "epoch_size": self.epoch_size, **known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position.
@@ -438,8 +443,10 @@ class StepSampler(Sampler[list[int]]):
                 "left out; bring back the former data, or give resume_overrides=true (in a script to the strategy) to "
                 "go on in the new ones."
             )
-        if change:
-            consumed = self._position_from(consumed, state_dict.get("data_size", self.order.num_samples))
+        former = state_dict.get("epoch_size", self.epoch_size)
+        if change:  # the step of the same number
+            consumed -= consumed % former % self.cut.global_batch_size
+        consumed = self._position_from(consumed, former)
         self.slice_at(consumed)
         self.consumed = consumed
         self._restored_at = consumed
@@ -457,13 +464,10 @@ class StepSampler(Sampler[list[int]]):
             return f"they were {order} and are {self.order.name}"
         return ""
 
-    def _position_from(self, consumed: int, num_samples: int) -> int:
-        """The step of the same number in the same epoch, or the end of that, as the Trainer counts them."""
-        former = max(1, self._usable(num_samples))
-        if self.epoch_size < self._usable(self.order.num_samples):
-            former = min(former, self.epoch_size)
+    def _position_from(self, consumed: int, former: int) -> int:
+        """The same position in the same epoch, or the end of that, where epochs had `former` samples."""
         epoch, inside = divmod(consumed, former)
-        return epoch * self.epoch_size + min(inside - inside % self.cut.global_batch_size, self.epoch_size)
+        return epoch * self.epoch_size + min(inside, self.epoch_size)
 
     def bind(self, **place: int) -> None:
         """Cut the same stream for another world, from the same position.

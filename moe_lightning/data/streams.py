@@ -249,6 +249,10 @@ class StreamSampler(StepSampler):
         first += epoch * self.epoch_size if self.order.shuffle else 0
         return list(range(first, first + count))
 
+    @override
+    def _position_from(self, consumed: int, former: int) -> int:
+        return consumed if self.order.shuffle else super()._position_from(consumed, former)
+
 
 class StreamLoader(StepLoader):
     """This rank's batches of a stream, as StepLoader. Its state has, beside the position, a mark of the stream's to go

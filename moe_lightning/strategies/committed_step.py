@@ -23,7 +23,7 @@ from moe_lightning.data.loader import StepLoader, follow_schedule
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.collectives import all_gather_json, broadcast_object
 from moe_lightning.parallel.context import World, any_says
-from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states
+from moe_lightning.strategies.step_data import LOADERS_KEY, loader_states, resume_at_positions
 from moe_lightning.strategies.train_state import TrainState
 
 _CALLBACKS, _HOOKS = "callbacks", "hooks"  # the first as in checkpoints of Lightning
@@ -181,6 +181,8 @@ class FitProgress:
             )
         for loader, state in zip(loaders, self.loaders, strict=True):
             loader.load_state_dict(dict(state))
+        if self.is_saved and loaders:
+            resume_at_positions(loaders, trainer)
         private_lightning.restart_loaders(trainer)
         return self._with_dues(trainer) if self.is_saved else self
 

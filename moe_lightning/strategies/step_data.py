@@ -37,6 +37,7 @@ class StepData:
         self._must_cut = must_cut
         self._seed = seed
         self._restored: list[dict[str, Any]] = []
+        self._resumed: list[StepLoader] = []
         self._speeds: IntArray | None = None
         self._most: int | None = None
 
@@ -53,6 +54,9 @@ class StepData:
             cut.step_sampler.share_by(self._speeds, self._most)
             if self._restored:
                 cut.load_state_dict(self._restored.pop(0))
+                self._resumed.append(cut)
+                if not self._restored:
+                    resume_at_positions(self._resumed, trainer)
         return cut
 
     def _cut(self, loader: object, trainer: pl.Trainer) -> object:
@@ -123,13 +127,35 @@ class StepData:
     def restore(self, states: Sequence[dict[str, Any]], loaders: object) -> None:
         """Set the positions of the training loaders: of those that are cut, or else of those that are cut next."""
         cut = _step_loaders(loaders)
-        self._restored = [] if cut else list(states)
+        self._restored, self._resumed = [] if cut else list(states), []
         for loader, state in zip(cut, states, strict=False):
             loader.load_state_dict(state)
 
     def begin_training(self) -> None:
         """Drop restored positions of which this fit has no loader, in `on_train_start`."""
-        self._restored = []
+        self._restored, self._resumed = [], []
+
+
+def resume_at_positions(loaders: Sequence[StepLoader], trainer: pl.Trainer) -> None:
+    """Let the fit loop, whose state counts micro-batches as they were when it was saved, resume at the positions of all
+    training loaders: those of the present accumulation, batch size and limit of an epoch.
+
+    Raises:
+        ConfigurationError: none of these steps begins at a position.
+    """
+    samplers = [loader.step_sampler for loader in loaders]
+    for sampler in samplers:
+        here = sampler.slice_at(sampler.consumed)
+        if here.micro:
+            raise ConfigurationError(
+                f"The data position is {sampler.consumed - sampler.begin_of(here)} samples inside a step of "
+                f"{here.step_total}, which cannot begin there; resume with the accumulation and batch size it was "
+                "saved with, or from a checkpoint at the end of an epoch."
+            )
+    inside = [sampler.consumed % sampler.epoch_size for sampler in samplers]
+    done = [sampler.batches_in(of or sampler.epoch_size) for sampler, of in zip(samplers, inside, strict=True)]
+    is_last = None if len(samplers) > 1 else not inside[0]  # a shorter one of joined loaders may begin again
+    private_lightning.count_batches(trainer, max(done), is_last=is_last)
 
 
 def _step_loaders(loaders: object) -> list[StepLoader]:

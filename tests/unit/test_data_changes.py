@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy, GPTModule
 from moe_lightning.data.images import ImageData
@@ -140,7 +144,7 @@ def test_a_data_key_that_is_no_text_is_another_attribute_of_the_users(key: objec
 def test_a_position_goes_to_the_same_step_of_other_data(consumed: int, size: int, position: int) -> None:
     sampler = StepSampler(num_samples=size, global_batch_size=4)
     sampler.accepts_other_data = True
-    sampler.load_state_dict({"consumed": consumed, "data_size": 42})
+    sampler.load_state_dict({"consumed": consumed, "epoch_size": 40, "data_size": 42})
     assert sampler.consumed == position
 
 
@@ -288,3 +292,104 @@ def test_another_order_than_that_of_a_position_is_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=f"they were shuffled with seed 1 and are {order}"):
             StepSampler(num_samples=16, global_batch_size=4, **options).load_state_dict(state)
+
+
+class Steps(LightningModule):
+    """Keeps the samples of every step, with the epoch that Lightning counts, by micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: dict[tuple[int, int], list[list[int]]] = {}
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        place = self.trainer.global_step, self.trainer.current_epoch
+        self.seen.setdefault(place, []).append([int(x) for x in batch])
+        return self.layer(batch).mean() * 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_steps(
+    path: Path, steps: int | None = None, *, batch: int = 8, stock: bool = False, resume: bool = False, **options: Any
+) -> dict[tuple[int, int], list[list[int]]]:
+    """A run of three epochs that saves itself after `steps`, or resumes."""
+    samples = TensorDataset(torch.arange(42.0)[:, None])
+    collate = {"collate_fn": lambda rows: torch.stack([row for (row,) in rows])}
+    loader: Any = DataLoader(samples, batch_size=batch, drop_last=True, shuffle=True, **collate)
+    if not stock:
+        loader = StepLoader(samples, StepSampler(num_samples=42, global_batch_size=batch), **collate)
+    save = ModelCheckpoint(path, "saved", every_n_train_steps=steps, enable_version_counter=False) if steps else None
+    trainer = quiet_trainer(
+        strategy=ExpertParallelStrategy(), callbacks=[save] if save else [], enable_checkpointing=bool(save),
+        **{"max_epochs": 3, "max_steps": steps or -1} | options,
+    )  # fmt: skip
+    module = Steps()
+    with patch.dict(os.environ):
+        trainer.fit(module, loader, ckpt_path=path / "saved.ckpt" if resume else None)
+    return module.seen
+
+
+def limited(first: int, later: int, done: int) -> list[tuple[int, int]]:
+    """(epoch, step of five) of the steps of a run whose epochs have other numbers of steps after `done` of them."""
+    epoch, inside = divmod(done, first)
+    places = [divmod(step, first) for step in range(done)]
+    places += [(epoch, step) for step in range(inside, later)]
+    return places + [(each, step) for each in range(epoch + 1, 3) for step in range(later)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "done", "limits"),
+    [
+        ({}, {"accumulate_grad_batches": 2}, 3, (5, 5)),
+        ({}, {"accumulate_grad_batches": 2}, 5, (5, 5)),
+        ({"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}, 8, (5, 5)),
+        ({"accumulate_grad_batches": 4}, {}, 3, (5, 5)),
+        ({"accumulate_grad_batches": 4}, {"max_epochs": -1, "max_steps": 15}, 7, (5, 5)),
+        ({"limit_train_batches": 2}, {"limit_train_batches": 4}, 3, (2, 4)),
+        ({"limit_train_batches": 2}, {"limit_train_batches": 4}, 4, (2, 4)),
+        ({"limit_train_batches": 4}, {"limit_train_batches": 2, "max_epochs": -1, "max_steps": 7}, 3, (4, 2)),
+        ({"limit_train_batches": 4}, {"limit_train_batches": 2}, 3, (4, 2)),
+        ({"limit_train_batches": 3}, {"limit_train_batches": 4, "accumulate_grad_batches": 2}, 4, (3, 2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_steps_have_their_samples_whatever_cuts_them(
+    tmp_path: Path, before: dict[str, int], after: dict[str, int], done: int, limits: tuple[int, int]
+) -> None:
+    whole = [[*chain(*micros)] for micros in fit_steps(tmp_path).values()]
+    first = fit_steps(tmp_path, done, **before)
+    resumed = fit_steps(tmp_path, resume=True, **after)
+    assert min(step for step, _ in resumed) == done
+    for (step, epoch), micros in (first | resumed).items():
+        number, inside = limited(*limits, done)[step]
+        assert (epoch, [*chain(*micros)]) == (number, whole[5 * number + inside]), step
+        assert len(micros) == (before if step < done else after).get("accumulate_grad_batches", 1), step
+    assert len(first | resumed) == len(limited(*limits, done))
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_another_batch_size_begins_at_a_step_that_both_have(tmp_path: Path, stock: bool) -> None:
+    whole = fit_steps(tmp_path, batch=12, stock=stock)
+    fit_steps(tmp_path, 3, stock=stock)
+    resumed = fit_steps(tmp_path, batch=12, stock=stock, resume=True)
+    assert resumed[3, 0] == [whole[2, 0][0]]
+    assert [resumed[step, 1] for step in (4, 5, 6)] == [whole[step, 1] for step in (3, 4, 5)]
+    fit_steps(tmp_path, 5, stock=stock)  # the end of an epoch, of 40 samples
+    resumed = fit_steps(tmp_path, batch=12, stock=stock, resume=True)
+    assert [resumed[step, 1] for step in (5, 6, 7)] == [whole[step, 1] for step in (3, 4, 5)]
+    fit_steps(tmp_path, 2, stock=stock)
+    with pytest.raises(ConfigurationError, match=r"position is 4 samples inside a step of 12.*resume with"):
+        fit_steps(tmp_path, batch=12, stock=stock, resume=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_step_of_stock_batches_is_whole_under_another_accumulation(tmp_path: Path) -> None:
+    fit_steps(tmp_path, 3, stock=True)
+    with pytest.raises(ConfigurationError, match=r"position is 8 samples inside a step of 16.*resume with"):
+        fit_steps(tmp_path, stock=True, resume=True, accumulate_grad_batches=2)
+    fit_steps(tmp_path, 2, stock=True)
+    resumed = fit_steps(tmp_path, stock=True, resume=True, accumulate_grad_batches=2)
+    assert [len(micros) for micros in resumed.values()] == [2, 1, 2, 2, 1, 2, 2, 1]

@@ -152,7 +152,7 @@ def test_resumes_at_a_step_border_in_another_world(done: int, before: tuple[int,
     saved = StepSampler(world_size=before[0], num_micros=before[1], **options)
     walk(saved, done * before[1])
     state = saved.state_dict()
-    assert state == {"consumed": done * 12, "data_size": 45, "data_order": "shuffled with seed 3"}
+    assert state == {"consumed": done * 12, "epoch_size": 36, "data_size": 45, "data_order": "shuffled with seed 3"}
 
     expected = steps_of(1, 1, done + 4, **options)[done:]
     resumed: list[list[int]] = [[] for _ in expected]
