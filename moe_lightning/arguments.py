@@ -136,6 +136,13 @@ def any_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def nonempty(text: str) -> str:
+    """Text that is not empty, as argparse's `type`."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty: give a value")
+    return text
+
+
 def input_file(text: str) -> Path:
     """A file that can be read, as argparse's `type`."""
     path = any_path(text)

@@ -8,17 +8,20 @@ SOURCE is what data.source takes: a file, a folder or a glob of text, JSONL or P
 from __future__ import annotations
 
 import argparse
+import glob
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Interval
 
 from moe_lightning import user_errors
-from moe_lightning.arguments import Parser, output_folder, value
+from moe_lightning.arguments import Parser, nonempty, output_folder, value
 from moe_lightning.config import NonNegativeInt
 from moe_lightning.cores import usable_cores
 from moe_lightning.errors import ConfigurationError
@@ -50,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     parser = Parser(prog="moe-data", description="Make tokens of text.")
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     made = commands.add_parser("tokenize", help="make a folder of tokens, or finish one that was begun")
-    made.add_argument("source", nargs="+", metavar="SOURCE", help="file, folder or glob of text, JSONL or Parquet")
+    made.add_argument(
+        "source", nargs="+", type=nonempty, metavar="SOURCE", help="file, folder or glob of text, JSONL or Parquet"
+    )
     made.add_argument(
         "--tokenizer", required=True, help="bytes, bpe:SIZE, the path of a tokenizer.json, or ORG/NAME on the Hub"
     )
@@ -85,7 +90,7 @@ def tokenize(arguments: argparse.Namespace) -> None:
         check_local("SOURCE", source)
         if is_token_folder(source):
             raise ConfigurationError(f"{source} holds tokens already; train on it with data.source={source}")
-        if arguments.out.resolve().is_relative_to(Path(source).expanduser().resolve()):
+        if _is_among(source, arguments.out):
             raise ConfigurationError(
                 f"--out {arguments.out} lies in {source}, whose files it would then be among; give a folder beside it"
             )
@@ -104,6 +109,17 @@ def tokenize(arguments: argparse.Namespace) -> None:
         f"{made.path}: {header.num_tokens:,} tokens ({header.dtype}) in {header.num_documents:,} documents of "
         f"{header.num_files:,} files; train on it with data.source={made.path}"
     )
+
+
+def _is_among(source: str, folder: Path) -> bool:
+    """True if files that are made in a folder would be among those of a folder or a glob."""
+    if not glob.has_magic(source) or os.path.isdir(source):
+        return folder.resolve().is_relative_to(Path(source).expanduser().resolve())
+    pattern, made = Path(source).expanduser().absolute(), folder.absolute()
+    for path in (made / "tokens.json", made / "portions" / "000000.json"):
+        if fnmatch(str(path), str(pattern)) if "**" in pattern.parts else path.match(str(pattern)):
+            return True
+    return False
 
 
 @contextmanager
@@ -140,7 +156,7 @@ def _tokenizer(arguments: argparse.Namespace) -> str | None:
     if not is_trained(spec):
         return tokenizer_content(spec)
     sources = [DataSource(path=source, text_field=arguments.text_field) for source in arguments.source]
-    return trained_tokenizer(sources, spec, val_fraction=arguments.val_fraction)
+    return trained_tokenizer(sources, spec, val_fraction=arguments.val_fraction, are_joined=True)
 
 
 if __name__ == "__main__":

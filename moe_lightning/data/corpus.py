@@ -453,7 +453,7 @@ def _verify(folder: TokenFolder, cache: Path) -> None:
 
 def _tokenized(source: DataSource, cache: Path, tokenizer: str | None, end_of_document: int | None) -> TokenFolder:
     """The tokens of a text, from the cache."""
-    files, content = _read_content(source, cache)
+    files, content = _read_content([source.path], cache)
     text_field = _field_of(source, files)
     key = fingerprint((_LAYOUT, content, tokenizer_identity(tokenizer), text_field, end_of_document))
     recipe = Recipe(tokenizer=tokenizer, text_field=text_field, end_of_document=end_of_document)
@@ -470,12 +470,12 @@ def _field_of(source: DataSource, files: Sequence[SourceFile]) -> str:
     return source.text_field if has_records(files) else ""
 
 
-def _read_content(source: DataSource, cache: Path) -> tuple[Sequence[SourceFile], str]:
+def _read_content(paths: Sequence[str], cache: Path) -> tuple[Sequence[SourceFile], str]:
     """The files of a source, and a digest of their names and bytes."""
-    files = source_files([source.path])
+    files = source_files(paths)
     seen = fingerprint((_LAYOUT, tuple((file.name, file.version) for file in files)))
     _, content = _cached(cache / seen, lambda folder: {"digest": _content_digest(files)})
-    return files, f"{content['digest']}{' of Python' if source.path == STDLIB else ''}"
+    return files, f"{content['digest']}{' of Python' if STDLIB in paths else ''}"
 
 
 def _content_digest(files: Iterable[SourceFile]) -> str:
@@ -491,25 +491,32 @@ def _content_digest(files: Iterable[SourceFile]) -> str:
 
 
 def trained_tokenizer(
-    sources: Sequence[DataSource], spec: str, *, val_fraction: float, cache_dir: str | Path | None = None
+    sources: Sequence[DataSource],
+    spec: str,
+    *,
+    val_fraction: float,
+    cache_dir: str | Path | None = None,
+    are_joined: bool = False,
 ) -> str:
     """Return the tokenizer.json of "bpe:SIZE": trained on the text of all sources but the end of each, and then kept.
 
     Args:
         val_fraction: of the bytes of each source that it does not see.
+        are_joined: the sources, of one text field, are one whose files are in a common order.
 
     Raises:
         ConfigurationError: see `prepare_corpora`, or the cache entry is damaged.
     """
     cache = _cache_folder(cache_dir)
-    found = [_read_content(source, cache) for source in sources]
-    fields = [_field_of(source, files) for source, (files, _) in zip(sources, found, strict=True)]
+    joined = [[source.path for source in sources]] if are_joined else [[source.path] for source in sources]
+    found = [_read_content(paths, cache) for paths in joined]
+    fields = [_field_of(source, files) for source, (files, _) in zip(sources, found, strict=not are_joined)]
     key = fingerprint((_LAYOUT, spec, val_fraction, [content for _, content in found], fields))
 
     def build(folder: Path) -> dict[str, Any]:
         texts = (
             text
-            for source, (files, _) in zip(sources, found, strict=True)
+            for source, (files, _) in zip(sources, found, strict=not are_joined)
             for text in training_text(files, source.text_field, val_fraction)
         )
         (folder / TOKENIZER).write_text(train_tokenizer(spec, texts))
