@@ -138,11 +138,13 @@ def source_files(sources: Sequence[str]) -> tuple[SourceFile, ...]:
 
     Raises:
         ConfigurationError: nothing is there, nothing matches, only empty files, token files among several, text
-            beside records, or JSON that is not JSONL.
+            beside records, JSON that is not JSONL, or a file or folder that cannot be read.
     """
     found = [_stdlib_files() if source == STDLIB else _users_files(source) for source in sources]
-    root = found[0][0] if len(found) == 1 else Path(os.path.commonpath([root.absolute() for root, _ in found]))
-    paths = [path if len(found) == 1 else path.absolute() for _, some in found for path in some]
+    if len(found) > 1:
+        found = [(root.resolve(), [root.resolve() / path.relative_to(root) for path in some]) for root, some in found]
+    root = found[0][0] if len(found) == 1 else Path(os.path.commonpath([root for root, _ in found]))
+    paths = [path for _, some in found for path in some]
     shown = " ".join(sources)
     files = []
     for path in dict.fromkeys(paths):
@@ -165,6 +167,13 @@ def _hash(name: str) -> int:
 
 
 def _check_kinds(source: str, files: Sequence[SourceFile]) -> None:
+    for file in files:
+        path = file.path.with_suffix("") if suffix_of(file.path) in _PACKED else file.path
+        if suffix_of(path) == ".tar":
+            raise ConfigurationError(
+                f"source={source!r} holds the archive {file.name}, whose headers would be learned as text; unpack it, "
+                "and give the folder of its files."
+            )
     records = next((file for file in files if _kind(file.path) is not None), None)
     text = next((file for file in files if _kind(file.path) is None), None)
     if records is not None and text is not None:
@@ -227,9 +236,9 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
-        paths, root = _saved_dataset(path) or list(_visible_files(path)), path
+        paths, root = _saved_dataset(path) or list(visible_files(path)), path
     elif glob.has_magic(source):
-        paths = [Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file()]
+        paths = _matching_files(path)
         root = Path(os.path.commonpath([found.parent for found in paths])) if paths else path
     else:
         if path.exists():  # a pipe or a device
@@ -250,8 +259,29 @@ def _users_files(source: str) -> tuple[Path, list[Path]]:
     return root, paths
 
 
+def _matching_files(pattern: Path) -> list[Path]:
+    """The files that match a glob, and links to none. `glob` leaves out what is in folders that it cannot list."""
+    parts = pattern.parts
+    for depth in (depth + (part == "**") for depth, part in enumerate(parts) if glob.has_magic(part)):
+        for name in glob.iglob(str(Path(*parts[:depth])), recursive=True):
+            if os.path.isdir(name):
+                with reading(Path(name)):
+                    os.scandir(name).close()
+    return [Path(name) for name in glob.iglob(str(pattern), recursive=True) if not os.path.isdir(name)]
+
+
 def _saved_dataset(folder: Path) -> list[Path] | None:
-    """The files of a folder that `save_to_disk` of a Hugging Face data set has written; None for any other folder."""
+    """The files of a folder that `save_to_disk` of a Hugging Face data set has written; None for any other folder.
+
+    Raises:
+        ConfigurationError: it holds several such data sets, which are not all for training, or a damaged one.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(str(state.parent) for state in folder.glob("*/state.json"))
+        raise ConfigurationError(
+            f"{folder} is a saved DatasetDict, whose splits are not all for training; give one of "
+            f"{', '.join(splits) or folder / 'train'}."
+        )
     state = folder / "state.json"
     if not state.is_file() or not any(folder.glob("*.arrow")):
         return None
@@ -268,18 +298,30 @@ def _saved_dataset(folder: Path) -> list[Path] | None:
     return [folder / name for name in names]
 
 
-def _visible_files(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+def visible_files(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """The files below a folder that are not hidden, behind links to folders too; a link to a folder above is left."""
     real = folder.resolve()
     if real in above:
         return
-    with reading(folder):
-        found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    for path in found:
-        if path.is_dir():
-            yield from _visible_files(path, above | {real})
-        elif path.is_file():
-            yield path
+    for name, is_folder in visible_entries(folder):
+        if is_folder:
+            yield from visible_files(folder / name, above | {real})
+        else:
+            yield folder / name
+
+
+def visible_entries(folder: Path) -> list[tuple[str, bool]]:
+    """(name, True for a folder) of what a folder holds that is not hidden, sorted.
+
+    Raises:
+        ConfigurationError: it cannot be read.
+    """
+    with reading(folder), os.scandir(folder) as entries:
+        return sorted(
+            (entry.name, os.path.isdir(entry) if entry.is_symlink() else entry.is_dir())
+            for entry in entries
+            if not entry.name.startswith(".")
+        )
 
 
 # ---------------------------------------------------------------------- parts and documents

@@ -9,7 +9,6 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import product
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from moe_lightning.config import NonNegativeInt, PositiveInt, validated
+from moe_lightning.data.documents import visible_entries, visible_files
 from moe_lightning.data.loader import StepDataModule
 from moe_lightning.data.sampler import DummyIndices, StepSampler
 from moe_lightning.errors import ConfigurationError
@@ -161,8 +161,7 @@ def read_image_folder(path: Path, *, val_fraction: float, seed: int) -> ImageFol
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:
-    with os.scandir(folder) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")))
+    return tuple(name for name, is_folder in visible_entries(folder) if is_folder)
 
 
 def _files(root: Path, present: tuple[str, ...], classes: tuple[str, ...]) -> ImageFiles:
@@ -170,7 +169,8 @@ def _files(root: Path, present: tuple[str, ...], classes: tuple[str, ...]) -> Im
     paths: list[bytes] = []
     numbers: list[int] = []
     for name in present:
-        found = sorted(os.fsencode(path) for path in _images_below(root / name, Path(name)))
+        images = (path for path in visible_files(root / name) if path.name.lower().endswith(ENDINGS))
+        found = sorted(os.fsencode(path.relative_to(root)) for path in images)
         if not found:
             raise ConfigurationError(
                 f"the class folder {root / name} holds no images ({', '.join(ENDINGS)}): remove it"
@@ -180,17 +180,6 @@ def _files(root: Path, present: tuple[str, ...], classes: tuple[str, ...]) -> Im
     if not paths:
         raise ConfigurationError(f"{root} has no class folders: put images into {root}/CLASS/, or remove it")
     return ImageFiles(root=root, paths=np.array(paths), classes=np.array(numbers, dtype=np.int64))
-
-
-def _images_below(folder: Path, name: Path) -> Iterator[Path]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):  # what file managers and copies from other systems leave
-                continue
-            if entry.is_dir():
-                yield from _images_below(folder / entry.name, name / entry.name)
-            elif entry.name.lower().endswith(ENDINGS):
-                yield name / entry.name
 
 
 def _split(

@@ -36,7 +36,7 @@ import xxhash
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from moe_lightning.config import NonNegativeInt, PositiveInt
-from moe_lightning.data.documents import Document, FilePart, SourceFile, documents, portions
+from moe_lightning.data.documents import Document, FilePart, SourceFile, documents, portions, reading
 from moe_lightning.data.tokenizer import (
     BYTES,
     Tokenizer,
@@ -152,7 +152,8 @@ def _damaged(path: Path) -> ConfigurationError:
 def is_token_folder(path: str | Path) -> bool:
     """True if a path is a folder of tokens, complete or begun."""
     folder = Path(path).expanduser()
-    return (folder / HEADER).is_file() or (folder / _PORTIONS / _PLAN).is_file()
+    with reading(folder):
+        return (folder / HEADER).is_file() or (folder / _PORTIONS / _PLAN).is_file()
 
 
 def open_token_folder(path: str | Path) -> TokenFolder:

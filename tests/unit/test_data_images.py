@@ -124,6 +124,15 @@ def test_classes_may_be_named_like_one_part(tmp_path: Path) -> None:
     assert read_image_folder(tmp_path, val_fraction=0.5, seed=0).classes == ("cat", "train2", "training")
 
 
+def test_links_to_folders_above_are_left(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "images", {"a": 3, "b": 3})
+    for link in (folder / "a" / "again", folder / "b" / "again"):
+        link.symlink_to(folder / link.parent.name)
+    (folder / "itself").symlink_to("itself")
+    found = read_image_folder(folder, val_fraction=0.4, seed=0)
+    assert (found.classes, len(found.train) + len(found.val)) == (("a", "b"), 6)
+
+
 def test_folders_without_images(tmp_path: Path) -> None:
     folder_of(tmp_path / "train", {"a": 1, "b": 1})
     (tmp_path / "val").mkdir()

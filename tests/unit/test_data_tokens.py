@@ -210,7 +210,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "splits": (
         lambda f: write(saved_dataset(f / "train").parent / "dataset_dict.json", '{"splits": ["train"]}') and f,
-        r"holds records \(train/.*.arrow\) and text \(dataset_dict.json\); give a glob",
+        r"is a saved DatasetDict, whose splits are not all for training; give one of \S+/source/train\.$",
     ),
     "state": (
         lambda f: write(saved_dataset(f / "d") / "state.json", '{"_data_files": [{"filename": "../x.arrow"}]}').parent,
@@ -537,6 +537,65 @@ def test_tokenize(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert open_token_folder("out").header.digest == open_token_folder(raw.train.path.parent).header.digest
 
 
+@pytest.mark.usefixtures("_own_cache")
+def test_sources_of_a_command_are_one(tmp_path: Path) -> None:
+    """Also what a tokenizer is not trained on is the end of all of them."""
+    pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
+    for number in range(8):
+        (tmp_path / "both" / f"{number % 2}").mkdir(parents=True, exist_ok=True)
+        write(tmp_path / "both" / f"{number % 2}" / f"{number}.txt", f"{number} {'abcdefgh'[number] * 3} " * 99)
+    options = ["--tokenizer=bpe:300", "--workers=1", "--val-fraction=0.5"]
+    digests = []
+    for out, sources in (
+        ("one", ["both"]),
+        ("two", ["both/0", "both/1"]),
+        ("three", ["both/0", "both/1/../1", "both"]),
+    ):
+        assert moe_data.main(["tokenize", *sources, *options, f"--out={out}"]) == 0
+        digests.append(open_token_folder(out).header.digest)
+    assert digests == digests[:1] * 3
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_folders_that_cannot_be_read_are_named(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, scan = tmp_path / "closed", os.scandir
+
+    def scanned(path: Any) -> Any:
+        if os.path.realpath(path) == str(texts / "below"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    (texts / "below").mkdir()
+    monkeypatch.setattr(os, "scandir", scanned)
+    for source in ("texts", "texts/*/*.jsonl", "texts/**/*.jsonl", "texts/**"):
+        with pytest.raises(
+            ConfigurationError, match=r"^texts/below/? cannot be read \(Permission denied\); change its"
+        ):
+            documents.source_files([source])
+    assert documents.source_files(["texts/*.jsonl"])
+    monkeypatch.setattr(Path, "is_file", lambda path: scanned(texts / "below"))
+    with pytest.raises(ConfigurationError, match=f"^{closed} cannot be read"):
+        token_folder.is_token_folder(closed)
+
+
+@pytest.mark.parametrize("source", ["texts", "texts/*.jsonl", "texts/**"])
+def test_links_to_nothing_are_named(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for target, reason in (("gone", "No such file"), ("z.jsonl", "Too many levels")):
+        (texts / "z.jsonl").unlink(missing_ok=True)
+        (texts / "z.jsonl").symlink_to(target)
+        with pytest.raises(ConfigurationError, match=rf"^texts/z.jsonl cannot be read \({reason}.*\); replace it, or"):
+            documents.source_files([source])
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.TAR.gz", "a.tar.zst"])
+def test_archives_are_refused(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / name, "a")
+    for source in (str(file), str(tmp_path), str(tmp_path / "*")):
+        with pytest.raises(ConfigurationError, match=f"holds the archive {name}, whose .*; unpack it"):
+            documents.source_files([source])
+
+
 @pytest.mark.usefixtures("_own_cache", "texts")
 def test_tokens_go_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -563,6 +622,9 @@ def test_tokens_go_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
             "it has no 'body', but 'id', 'text'",
         ),
         (["tokenize", "s3://a/b", "--tokenizer=bytes", "--out=out"], "SOURCE=s3://a/b is an address"),
+        (["tokenize", "", "--tokenizer=bytes", "--out=out"], "argument SOURCE: '' is empty"),
+        (["tokenize", "texts/**", "--tokenizer=bytes", "--out=texts/out"], r"--out texts/out lies in texts/\*\*"),
+        (["tokenize", "*/*/*", "--tokenizer=bytes", "--out=texts/out"], r"--out texts/out lies in \*/\*/\*, whose"),
         (["count", "texts"], "invalid choice: 'count'"),
     ],
 )
