@@ -324,6 +324,11 @@ def _of_checkpoint(place: Place, given: str | None, report: Callable[[str], None
             ) from None
         raise
     network = network_of(saved)
+    if not isinstance(network, GPT) and not network.can_generate():
+        raise ConfigurationError(
+            f"{saved.path} holds a {type(network).__name__}, which is no language model: moe-train with task=validate "
+            "measures it"
+        )
     data = (config_of(str(saved.path)) or {}).get("data") or {}
     hyper_parameters = saved.values["hyper_parameters"]
     config, length = hyper_parameters["config"], data.get("context_length")

@@ -695,6 +695,7 @@ def test_steps_order_the_files_of_a_copied_run(tmp_path: Path) -> None:
         (["pickle", "0"], ["transformers cannot load a language model from pickle"]),
         (["partial", "0"], ["partial lacks", "tensors of the model"]),
         (["images.ckpt", "0"], ["is not a checkpoint of a GPTModule or a HuggingFaceModule"]),
+        (["swin.ckpt", "0"], ["a Swinv2ForImageClassification, which is no language model", "task=validate"]),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -722,6 +723,13 @@ def prepare(name: str) -> None:
     elif name == "lone.ckpt":
         Path("run/checkpoints").mkdir(parents=True)
         save(gpt(), Path(name))
+    elif name == "swin.ckpt":
+        from moe_lightning.models.huggingface.module import HuggingFaceModule
+
+        make_checkpoint("swinv2", Path("theirs"))
+        module = HuggingFaceModule({"pretrained": "theirs", "upcycling": {"num_experts": 4}})
+        module.configure_model()
+        save(module, Path(name))
     elif name == "images.ckpt":
         values = {"hyper_parameters": {"config": {"image_size": 8}}, "pytorch-lightning_version": "2"}
         write_file({"state_dict": {"w": torch.zeros(1)}, **values, "global_step": 0}, Path(name))
