@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moe_lightning.cli.language_model import LanguageModel
     from moe_lightning.models.generation import Sampling
 
-_Temperature = Annotated[float, Interval(gt=0, le=1e3)]
+_Temperature = Annotated[float, Interval(ge=1e-3, le=1e3)]
 _Share = Annotated[float, Interval(gt=0, le=1)]
 _Seed = Annotated[int, Interval(ge=0, lt=1 << 63)]
 
@@ -98,9 +98,7 @@ def parser() -> argparse.ArgumentParser:
         "--temperature", type=value(_Temperature), default=0.8, metavar="X", help="of sampling (default: %(default)s)"
     )
     parser.add_argument("--top-k", type=value(PositiveInt), metavar="K", help="sample from the K most likely tokens")
-    parser.add_argument(
-        "--top-p", type=value(_Share), default=1.0, metavar="P", help="sample from the likeliest that sum to P"
-    )
+    parser.add_argument("--top-p", type=value(_Share), metavar="P", help="sample from the likeliest that sum to P")
     parser.add_argument("--seed", type=value(_Seed), metavar="N", help="of sampling (default: another text each time)")
     return parser
 
@@ -110,6 +108,9 @@ def _run(arguments: argparse.Namespace) -> None:
         raise ConfigurationError("give either a PROMPT or --chat (moe-generate --help shows the options)")
     if arguments.system is not None and not arguments.chat:
         raise ConfigurationError("--system is for a dialogue: give it with --chat")
+    given = next((name for name in ("top_k", "top_p", "seed") if getattr(arguments, name) is not None), None)
+    if arguments.greedy and given is not None:
+        raise ConfigurationError(f"--{given.replace('_', '-')} is for sampling: leave it out, or leave --greedy out")
     _check_text(
         "--system" if arguments.chat else "the prompt", arguments.system if arguments.chat else arguments.prompt
     )
@@ -119,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
     model = open_model(arguments, "moe-generate")
     temperature = None if arguments.greedy else arguments.temperature
-    sampling = Sampling(temperature=temperature, top_k=arguments.top_k, top_p=arguments.top_p)
+    sampling = Sampling(temperature=temperature, top_k=arguments.top_k, top_p=arguments.top_p or 1.0)
     if arguments.seed is not None:
         torch.manual_seed(arguments.seed)
     if arguments.chat:

@@ -24,12 +24,13 @@ class Sampling:
     """Choice of the next token, with the meaning that transformers gives to these options.
 
     Attributes:
-        temperature: divisor of the logits; None: always the most likely token.
+        temperature: divisor of the logits, at least 0.001, as these must stay finite; None: always the most likely
+            token.
         top_k: number of most likely tokens to choose from; None: all.
         top_p: only the most likely tokens whose probabilities first sum to this.
     """
 
-    temperature: Annotated[float, Interval(gt=0)] | None = None
+    temperature: Annotated[float, Interval(ge=1e-3)] | None = None
     top_k: PositiveInt | None = None
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
 

@@ -166,6 +166,8 @@ def test_an_answer_of_a_folder_is_that_of_the_adapter_for_transformers(tmp_path:
     options = {"until": ["Q:"], "max_gen_toks": 20, "do_sample": True, "temperature": 0.5}
     assert _Harnessed(model, 1, None)._continued("6 * 7?", options) == "42"
     assert chosen == [Sampling(temperature=0.5, top_k=50, top_p=0.7)]
+    with pytest.raises(ConfigurationError, match=r"temperature=1e-40 .* of at least 0\.001"):
+        _Harnessed(model, 1, None)._continued("6 * 7?", {**options, "temperature": 1e-40})
 
 
 def test_a_text_begins_as_the_tokenizer_says(tmp_path: Path) -> None:
