@@ -259,6 +259,7 @@ def test_a_vocabulary_without_room_for_an_end_is_warned_of(tmp_path: Path) -> No
         ("olmoe_normalised", {}, ["norm_topk_prob=True of olmoe", "only False"]),
         ("olmoe", {"tie_word_embeddings": True}, ["tie_word_embeddings=True of olmoe", "only False"]),
         ("olmoe", {"clip_qkv": 3.0}, ["clip_qkv=3.0 of olmoe", "only None"]),
+        ("olmoe", {"num_key_value_heads": 1}, ["num_key_value_heads=1 of olmoe", "only 2"]),
         ("qwen3", {"decoder_sparse_step": 2}, ["a qwen3_moe with dense layers", "experts in every layer"]),
         ("qwen3", {"attention_bias": True}, ["q_proj.bias cannot be written"]),
         (

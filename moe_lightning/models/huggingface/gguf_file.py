@@ -28,18 +28,22 @@ class _Architecture:
     Attributes:
         arch: its number there.
         fixed: options that its code there does not read.
+        may_group_queries: keys and values may have fewer heads than queries.
         has_neighbors: rotary embeddings turn columns 2i and 2i + 1 of a head together, not i and i + half.
     """
 
     arch: Any
     fixed: Mapping[str, object]
+    may_group_queries: bool = True
     has_neighbors: bool = False
 
 
 _ARCHITECTURES = {
     "mixtral": _Architecture(arch=gguf.MODEL_ARCH.LLAMA, fixed={"sliding_window": None}, has_neighbors=True),
     "olmoe": _Architecture(
-        arch=gguf.MODEL_ARCH.OLMOE, fixed={"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False}
+        arch=gguf.MODEL_ARCH.OLMOE,
+        fixed={"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False},
+        may_group_queries=False,
     ),
     "qwen3_moe": _Architecture(arch=gguf.MODEL_ARCH.QWEN3MOE, fixed={"norm_topk_prob": True, "sliding_window": None}),
 }
@@ -62,13 +66,13 @@ def check_gguf(export: Export) -> None:
     known = _ARCHITECTURES.get(config.model_type)
     if known is None:
         raise _refused(f"model_type={config.model_type!r}", ", ".join(_ARCHITECTURES))
+    fixed = {"hidden_act": "silu", "rope_type": "default", **known.fixed}
+    if not known.may_group_queries:
+        fixed["num_key_value_heads"] = config.num_attention_heads
     rope_type = config.rope_parameters.get("rope_type", "default")
-    found = {"hidden_act": config.hidden_act, "rope_type": rope_type} | {
-        n: getattr(config, n, None) for n in known.fixed
-    }
-    for name, value in {"hidden_act": "silu", "rope_type": "default", **known.fixed}.items():
-        if found[name] != value:
-            raise _refused(f"{name}={found[name]!r} of {config.model_type}", repr(value))
+    for name, value in fixed.items():
+        if (found := rope_type if name == "rope_type" else getattr(config, name, None)) != value:
+            raise _refused(f"{name}={found!r} of {config.model_type}", repr(value))
     if export.dtype not in _TYPES:
         raise _refused(f"dtype={str(export.dtype).removeprefix('torch.')}", "float32, float16 and bfloat16")
     if len(export.blocks) < config.num_hidden_layers:
