@@ -42,6 +42,7 @@ from moe_lightning.data.token_folder import (
     TOKENS,
     Recipe,
     TokenFolder,
+    check_end_of_document,
     fingerprint,
     is_token_folder,
     open_token_folder,
@@ -234,6 +235,7 @@ def prepare_corpora(
             _check_tokenizer_of(folder, spec, content)
             _verify(folder, cache)
             found = _folder_corpus(source, folder, val_fraction, end_of_document)
+        check_end_of_document(end_of_document, found.vocab_size)
         corpora.append(found)
     _check_ends(corpora)
     return tuple(corpora)

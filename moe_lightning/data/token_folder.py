@@ -212,11 +212,7 @@ def write_token_folder(
             text is none, or a worker was killed.
     """
     encoder = tokenizer_from(recipe.tokenizer)
-    if recipe.end_of_document is not None and recipe.end_of_document >= encoder.vocab_size:
-        raise ConfigurationError(
-            f"end_of_document={recipe.end_of_document} is outside the vocabulary of {encoder.vocab_size}; give a token "
-            "of the tokenizer."
-        )
+    check_end_of_document(recipe.end_of_document, encoder.vocab_size)
     todo = portions(files)
     cuts = tuple((part.start, part.stop) for portion in todo for part in portion)
     settings = tokenizer_identity(recipe.tokenizer), recipe.text_field, recipe.end_of_document
@@ -239,6 +235,17 @@ def write_token_folder(
             replace_text(folder / HEADER, json.dumps(header, indent=2) + "\n")
         shutil.rmtree(folder / _PORTIONS, ignore_errors=True)
     return open_token_folder(folder)
+
+
+def check_end_of_document(token: int | None, vocab_size: int) -> None:
+    """
+    Raises:
+        ConfigurationError: there is no such token.
+    """
+    if token is not None and token >= vocab_size:
+        raise ConfigurationError(
+            f"end_of_document={token} is outside the vocabulary of {vocab_size}; give a token of the tokenizer."
+        )
 
 
 def _of_plan(file: SourceFile) -> tuple[str | int, ...]:
