@@ -8,6 +8,7 @@ SOURCE is what data.source takes: a file, a folder or a glob of text, JSONL or P
 from __future__ import annotations
 
 import argparse
+import errno
 import glob
 import os
 import sys
@@ -30,6 +31,7 @@ from moe_lightning.files import check_local
 _Workers = Annotated[int, Interval(ge=1, le=1024)]
 _Fraction = Annotated[float, Interval(gt=0, lt=1)]
 _PLAIN_S = 10.0
+_FULL = (errno.ENOSPC, errno.EDQUOT, None)  # None: numpy has written less than an array
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +83,7 @@ def tokenize(arguments: argparse.Namespace) -> None:
     """Make a folder of tokens.
 
     Raises:
-        ConfigurationError: see `write_token_folder`.
+        ConfigurationError: see `write_token_folder`, or the disk is full.
     """
     from moe_lightning.data.documents import has_records, source_files
     from moe_lightning.data.token_folder import Recipe, is_token_folder, write_token_folder
@@ -103,7 +105,15 @@ def tokenize(arguments: argparse.Namespace) -> None:
     if is_token_folder(arguments.out):
         print(f"moe-data: {arguments.out} was begun before: what is finished is kept", file=sys.stderr)
     with _progress(sum(file.size_bytes for file in files)) as advance:
-        made = write_token_folder(arguments.out, files, recipe, workers=arguments.workers, advance=advance)
+        try:
+            made = write_token_folder(arguments.out, files, recipe, workers=arguments.workers, advance=advance)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise ConfigurationError(
+                f"{arguments.out} cannot be written ({error.strerror or error}); free space, and run the same command "
+                "again; what is finished is kept."
+            ) from error
     header = made.header
     print(
         f"{made.path}: {header.num_tokens:,} tokens ({header.dtype}) in {header.num_documents:,} documents of "

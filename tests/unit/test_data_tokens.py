@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -465,6 +466,16 @@ def test_a_folder_is_used_as_it_was_made(
     assert sentence in str(raised.value)
 
 
+@pytest.mark.parametrize("source", ["out", "out.npy"])
+def test_a_token_that_ends_documents_is_of_the_vocabulary(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("out.npy", np.fromfile(made(Path("out"), texts).tokens, dtype=np.uint8))
+    with pytest.raises(ConfigurationError, match="end_of_document=256 is outside the vocabulary of 256; give a token"):
+        assert TextData(source=source, cache_dir=tmp_path / "cache", end_of_document=256).corpora
+
+
 def test_folders_end_their_documents_alike(tmp_path: Path, texts: Path) -> None:
     sources = []
     for end in (None, 3, 4):
@@ -642,6 +653,24 @@ def test_a_wrong_record_stops_all_workers(texts: Path, capsys: pytest.CaptureFix
     write(texts / "3.jsonl", jsonl()[:-1] + b'\n{"text": 1}\n')
     assert moe_data.main(["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=2"]) == 2
     assert re.search(r"^moe-data: error: \S*3.jsonl, line 401: its 'text' is a int, not text", capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("_own_cache", "texts")
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError("3 requested, 0 written")])
+@pytest.mark.parametrize(("place", "name"), [(token_folder, "replace_text"), (np, "save")])
+def test_a_full_disk_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, place: Any, name: str
+) -> None:
+    command = ["tokenize", "texts", "--tokenizer=bytes", "--out=out", "--workers=1"]
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, Mock(side_effect=error))
+        assert moe_data.main(command) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == (
+        f"moe-data: error: out cannot be written ({error.strerror or error}); free space, and run the same command "
+        "again; what is finished is kept."
+    )
+    assert moe_data.main(command) == 0
 
 
 @pytest.mark.usefixtures("_own_cache", "texts")
