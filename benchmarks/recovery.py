@@ -6,6 +6,7 @@ by our launcher and by stock torchrun with plain DDP and Lightning's ModelCheckp
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -32,6 +33,7 @@ from benchmarks.recovery_worker import Task
 from moe_lightning.arguments import Count, InputFile, OutputFile, option
 from moe_lightning.cli.short_training import machine, rank_failures_as_user_errors
 from moe_lightning.config import NonNegativeInt, Seconds
+from moe_lightning.elastic.etcd import EtcdAccess
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.plots import phase_lines, require, svg
 from moe_lightning.simulate.failures import read_trace
@@ -47,6 +49,15 @@ _GOAL_S = 1.0
 _GOAL_COST = 1.03
 _WARMUP_STEPS = 10
 _EVERY_N_STEPS = 5  # between the checkpoints that a restart goes on from
+
+
+def _endpoints(text: str) -> str:
+    """Addresses of an etcd cluster, as argparse's `type`."""
+    try:
+        EtcdAccess.parse(text, {})
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +78,9 @@ class Options:
     d_expert: Count = option("expert width", 128)
     dense: Literal["ddp", "hsdp"] = option("how the ranks of in-process kills share dense parameters", "ddp")
     pp: Count = option("pipeline stages of in-process kills", 1)
-    etcd: str | None = option("endpoints of an etcd in which in-process kills elect their host", None)
+    etcd: Annotated[str, _endpoints] | None = option(
+        "endpoints of an etcd in which in-process kills elect their host", None
+    )
     seed: NonNegativeInt = option("of the moments of the kills", 0)
     quick: bool = option("one round of everything, of few steps: only to try it", False)
     json: OutputFile | None = option("where to leave all measurements", None)
@@ -120,7 +133,14 @@ def _checked(options: Options) -> Options:
         options = replace(options, parts=[part for part in options.parts if part != "trace"])
         print("no --trace is given: that part is left out")
     elif "trace" in options.parts and options.trace is not None:
-        read_trace(options.trace)  # what is wrong with it is told before anything is measured
+        # What is wrong with it is told before anything is measured.
+        replay_s = options.trace_speed * options.trace_seconds
+        events = read_trace(options.trace, start_ms=round(1000 * options.trace_start))
+        if not any(event.joined for event in events if event.time_ns < replay_s * 1e9):
+            raise ConfigurationError(
+                f"--trace {options.trace} has no node in the {replay_s:g} s from --trace-start "
+                f"{options.trace_start:g} on: choose another part of it"
+            )
     if options.svg is not None and not {"kill", "restart"} & set(options.parts):
         raise ConfigurationError("--svg shows recoveries: measure kill or restart with it")
     if options.svg is not None:

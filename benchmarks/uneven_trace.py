@@ -38,20 +38,24 @@ class UnevenRow:
     both_bound: float
 
 
+_FASTEST = 1000.0
+"""Limit of a speed: beyond, one rank computes everything."""
+
+
 def speeds_argument(text: str) -> str:
     """As argparse's `type`: speeds of the first ranks, separated by commas; AxB is B ranks of speed A."""
     try:
         for part in text.split(","):
             if ":" in part:
                 first, last = map(float, part.split(":"))
-                _require(first > 0 and last > 0 and "," not in text)
+                _require(0 < first <= _FASTEST and 0 < last <= _FASTEST and "," not in text)
                 continue
             speed, _, count = part.partition("x")
-            _require(0 < float(speed) < float("inf") and int(count or 1) > 0)
+            _require(0 < float(speed) <= _FASTEST and int(count or 1) > 0)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} must be positive speeds of the first ranks (the others have 1), such as 0.5 or 0.5x8 or "
-            "0.5,0.8, or 1:0.7 for all ranks from 1 down to 0.7"
+            f"{text[:60]!r} must be positive speeds of the first ranks, at most {_FASTEST:g} (the others have 1), such "
+            "as 0.5 or 0.5x8 or 0.5,0.8, or 1:0.7 for all ranks from 1 down to 0.7"
         ) from None
     return text
 

@@ -6,8 +6,10 @@ Every error is one sentence.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import tempfile
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -170,13 +172,20 @@ def output_file(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder that is there or can be made, as argparse's `type`."""
+    """A folder that is there or can be made, as argparse's `type`; it and a file in it are made for a moment."""
     path = any_path(text)
-    there = next(place for place in (path, *path.parents) if _is(os.path.lexists, place) or place == Path(place.root))
-    if not text or not _is(os.path.isdir, there) or not os.access(there, os.W_OK):
+    new = [place for place in (path, *path.parents) if not _is(os.path.lexists, place)]
+    try:
+        path.mkdir(parents=True, exist_ok=bool(text))
+        tempfile.TemporaryFile(dir=path).close()
+    except (OSError, ValueError):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is not a folder, and none can be created there: give a path in a folder of yours"
-        )
+        ) from None
+    finally:
+        for place in new:
+            with contextlib.suppress(OSError, ValueError):
+                place.rmdir()
     return path
 
 

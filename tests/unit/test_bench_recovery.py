@@ -154,6 +154,15 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert found["trace"]["ours"]["steps"] > 0
 
 
+def test_a_trace_without_a_node_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("9000000000000,add,a\n")
+    with pytest.raises(
+        ConfigurationError, match=r"trace.csv has no node in the 3600 s from --trace-start 1980 on: choose"
+    ):
+        recovery.run(parse("--parts", "kill", "trace", "--trace", str(trace)))
+
+
 def test_an_unsorted_trace_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n9000000,add,b\n8000000,remove,a\n")

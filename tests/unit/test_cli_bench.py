@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,29 @@ def test_the_installed_package_has_no_benchmarks(
     assert f"invalid choice: '{name}' (choose from " in error
     assert "benchmarks" not in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["recovery", "--etcd", "abc"], "argument --etcd: rdzv_endpoint='abc' must be http://HOST:PORT"),
+        (["recovery", "--etcd", ""], "argument --etcd: rdzv_endpoint='' must be http://HOST:PORT"),
+        (["paper", "--plots", "/proc/out"], "argument --plots: '/proc/out' is not a folder"),
+        (["paper", "--plots", f"made/{'n' * 300}"], "n... is not a folder"),
+        (["paper", "--plots", ""], "argument --plots: '' is not a folder"),
+    ],
+)
+def test_what_no_option_can_be_is_refused_before_anything_is_measured(
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(main, arguments) == 2
+    assert sentence in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_packing_is_measured_beside_padding(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_speeds_of_the_first_ranks_are_listed():
         listed_speeds("0.5x4", 3)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x", "0.5x0", "1:0", "a:b", "1:2,3", ""])
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x", "0.5x0", "1e30", "1:0", "1:1e30", "a:b", "1:2,3", ""])
 def test_what_is_no_speed_is_one_sentence(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be positive speeds of the first ranks"):
         speeds_argument(text)
