@@ -21,7 +21,7 @@ from moe_lightning.cli.composition import (
     with_quotes,
 )
 from moe_lightning.cli.overrides import refuse_option
-from moe_lightning.config import TARGET, NonNegativeInt, PositiveInt, build_config, require, shown
+from moe_lightning.config import TARGET, NonNegativeInt, build_config, require, shown
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.simulate.event_loop import simulate
 from moe_lightning.simulate.failures import Failures
@@ -241,8 +241,8 @@ _TYPES: dict[str, Any] = {
     "seed": NonNegativeInt,
     "compare": list[str] | None,
     "world_sizes": list[Annotated[int, Interval(ge=2, le=1e6)]] | None,
-    "rank_batch": PositiveInt | None,
-    "global_batch": PositiveInt | None,
+    "rank_batch": Annotated[int, Interval(ge=1, le=1e6)] | None,
+    "global_batch": Annotated[int, Interval(ge=1, le=1e9)] | None,
     "recipe": str,
     "hardware.preset": str,
     "policy.name": str,

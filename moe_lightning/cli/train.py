@@ -157,9 +157,10 @@ def objective_of(path: Path, name: str) -> float:
             "with task=validate for metrics of the validation, or with resume=false"
         ) from None
     if name not in metrics:
+        of_the_model = [metric for metric in sorted(metrics) if "/layer" not in metric]  # deep models have hundreds
         raise ConfigurationError(
             f"objective={name} is not a metric that the run logged{suggestion(name, metrics)}: use one of "
-            f"{', '.join(sorted(metrics))}"
+            f"{', '.join(of_the_model)}"
         )
     if not math.isfinite(metrics[name]):
         raise ConfigurationError(

@@ -82,6 +82,8 @@ class Failures:
         if self.kind == "trace":
             assert self.path is not None
             changes = read_trace(Path(self.path))
+            if not any(event.joined for event in changes if event.time_ns < end_ns):
+                raise ConfigurationError(f"{self.path} has no node in its first {duration_s:g} s: give another trace")
             return cap_nodes([event for event in changes if event.time_ns < end_ns], num_nodes)
         start = Event(time_ns=0, joined=tuple(range(num_nodes)))
         if self.kind == "none":

@@ -242,6 +242,7 @@ def test_traces_of_a_real_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("0,add,a\0b\n", "is not milliseconds,add|remove,node: mend the trace"),
         (f"0,add,{'a' * 200_000}\n", "cannot be read (field larger than field limit"),
         ("0,add,\udc80\n", "cannot be read (it is not UTF-8 text: invalid start byte at byte 6)"),
+        ("9000000000000,add,a\n", "trace.csv has no node in its first"),
         ("", "is empty"),
     ):
         trace.write_text(text, errors="surrogateescape")

@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(
 # What a search gets of a run: a finite metric, or one sentence; failures travel between processes.
 
 
-METRICS = {"val/loss": 1.5, "train/loss": float("nan"), "train/lr": 1e-3}
+METRICS = {"val/loss": 1.5, "train/loss": float("nan"), "train/lr": 1e-3, "moe/layer00/dead_experts_count": 0.0}
 
 
 def metrics_in(folder: Path) -> Path:
