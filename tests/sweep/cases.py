@@ -125,7 +125,7 @@ _PYTHON_WORDS = re.compile(
 _CURE = re.compile(
     r"must (be|have|name|hold)|--help|"
     r"\b(use|give|set|choose|name|lower|raise|write|drop|leave|create|empty|add|record|run|"
-    r"start|train|make|mend|see|take|copy|put|free|install|repeat|try|chmod|expected one)\b"
+    r"start|train|make|mend|see|sort|take|copy|put|free|install|repeat|try|chmod|expected one)\b"
 )
 
 

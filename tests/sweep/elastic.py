@@ -21,8 +21,10 @@ _ADDRESSES = (
     "[::1", "[::1]:99999", "1:2:3:4", "/tmp/socket",
 )  # fmt: skip
 _TEXTS_ARE_NAMES = {"--node", "notice_file"}
-_SECRETS = {"missing.secret", "noise.secret", "flipped.secret"}
-"""Files that are made, or hold a secret: any bytes are one."""
+_OTHER_SECRETS = {"noise.secret", "flipped.secret"}
+"""Files that hold a secret, as any bytes are one; that it is another's only the rendezvous host could say."""
+_SECRETS = {"missing.secret", *_OTHER_SECRETS}
+"""Files that the rendezvous host makes, or takes as they are."""
 
 
 def launching(folder: Path) -> Iterator[Case]:
@@ -41,7 +43,8 @@ def launching(folder: Path) -> Iterator[Case]:
     together = ["--num-nodes=2", "--rdzv-endpoint=127.0.0.1:1", "--set=rendezvous_timeout_s=1"]
     yield _launch([*together, _SCRIPT], "secret")
     for path in common(folder, ".secret", b"0" * 32):
-        yield _launch([*together, f"--secret-file={path}", _SCRIPT], path.name[:40])
+        subject = "127.0.0.1:1" if path.name in _OTHER_SECRETS else path.name[:40]
+        yield _launch([*together, f"--secret-file={path}", _SCRIPT], subject)
     for path in common(folder, ".py", b"pass\n"):
         if not os.path.isfile(path):  # what is wrong in a script is told by its traceback
             yield _launch([str(path)], path.name[:40])

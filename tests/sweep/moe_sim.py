@@ -37,14 +37,12 @@ def simulating(folder: Path) -> Iterator[Case]:
             if name in _ADVISED:
                 yield _case(["recommend", text], key, sensible)
     for path in damaged_traces(folder):
-        yield _case(["routing.kind=trace", f"routing.path={path}"], path.name)
+        yield _case(["routing.kind=trace", f"routing.path={path}"], path.name[:50])
     for path in damaged_csv(folder):
-        yield _case(["failures.kind=trace", f"failures.path={path}"], path.name)
+        yield _case(["failures.kind=trace", f"failures.path={path}"], path.name[:50], path.name == "half.csv")
     for path in damaged_json(folder):
-        yield _case([f"hardware.preset={path}"], path.name)
+        yield _case([f"hardware.preset={path}"], path.name[:50])
     for path in unwritable(folder):
-        for key in ("picture", "csv", "report"):
-            yield _case([f"{key}={path}"], key)
         yield _case(["recommend", f"recipe={path}"], "recipe")
 
 
@@ -54,7 +52,7 @@ def _case(arguments: list[str], key: str, sensible: bool = False) -> Case:
     return Case(
         label=f"moe-sim {' '.join(arguments)}",
         run=partial(sim.main, [*command, *FAST, *given]),
-        subjects=(key,),
+        subjects=(key, f"{key.rpartition('.')[2]}="),
         sensible=sensible,
     )
 

@@ -140,7 +140,7 @@ def _is_sensible(key: str, name: str, current: Any) -> bool:
         "nan": False,
         "inf": False,
         "1e30": False,
-        "1e14": key in ("run_name", "trainer.limit_val_batches")
+        "1e14": key in ("run_name", "trainer.limit_val_batches", "trainer.overfit_batches")
         or (isinstance(current, int | None) and not isinstance(current, bool))
         or key.endswith(("_per_s", "_every")),
         "[]": isinstance(current, list | ListConfig) or key in _MAY_BE_EMPTY,
