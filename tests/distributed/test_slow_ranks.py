@@ -293,9 +293,11 @@ def test_a_place_where_a_rank_waits_for_a_disk_says_so(tmp_path: Path, monkeypat
     """A process that the kernel holds: what it starts opens a pipe that nobody writes to before it runs."""
     os.mkfifo(pipe := tmp_path / "pipe")
     opened = f"(os.POSIX_SPAWN_OPEN, 0, {str(pipe)!r}, os.O_RDONLY, 0)"
-    code = f"import os; os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[{opened}])"
-    held = subprocess.Popen([sys.executable, "-c", code])
+    code = f"import os; os.write(1, b'.'); os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[{opened}])"
+    held = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert held.stdout is not None
     try:
+        assert held.stdout.read(1)  # until then it may wait for the disk that it is loaded from
         deadline = time.monotonic() + 30
         while not is_blocked(held.pid):
             assert time.monotonic() < deadline
@@ -309,6 +311,7 @@ def test_a_place_where_a_rank_waits_for_a_disk_says_so(tmp_path: Path, monkeypat
     finally:
         pipe.open("w").close()
         assert held.wait(30) == 0
+        held.stdout.close()
     assert not is_blocked(os.getpid())
     marks = [(10 * step + i, step, phase) for step in range(9) for i, phase in enumerate(PHASES)]
     watch._publish((2, 4), marks, [Begun("all", step, 10 * step) for step in range(9)])

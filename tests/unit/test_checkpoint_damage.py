@@ -125,7 +125,7 @@ def test_a_manifest_that_points_outside_is_refused(two_checkpoints: Path) -> Non
     for evil in (f"/etc/{name}", f"../../{name}", f"../step-1/../../{name}"):
         harmed = Manifest(**{**vars(manifest), "files": {name: type(record)(**{**vars(record), "path": evil})}})
         (path / MANIFEST).write_bytes(harmed.dump())
-        with pytest.raises(CheckpointError, match="no checkpoint of ours"):
+        with pytest.raises(CheckpointError, match="was written by something else: it names the file"):
             Checkpoint(path)
 
 
