@@ -1039,8 +1039,10 @@ def order_reduced(trainer: pl.Trainer, agree: Callable[[list[str]], list[str]]) 
         agreed = agree(list(found))
         for key in found.keys() - set(agreed):
             _compute_alone(found[key])
-        if agreed != list(found):  # which orders what is displayed, too
-            results.update({key: results.pop(key) for key in agreed})
+        # First, as hooks at the end of the epoch add others, and everywhere, since former epochs have left an order.
+        ordered = {key: results[key] for key in dict.fromkeys([*agreed, *results])}
+        results.clear()
+        results.update(ordered)
 
     _replace(connector, "epoch_end_reached", epoch_end_reached)
 

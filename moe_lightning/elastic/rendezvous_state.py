@@ -312,8 +312,9 @@ class DeadLinks:
             for node in self._reports.get(member.id, ())
             if node in nodes and node != member.node
         }
-        silent = {m.node for m in inside if now - m.last_seen > m.timeouts.silence_s / 2 or m.lost_at is not None}
-        finished = silent - {member.node for member in inside if not member.is_done}  # may be silent for long
+        quiet = [m for m in inside if now - m.last_seen > m.timeouts.silence_s / 2 or m.lost_at is not None]
+        silent = {member.node for member in quiet if not member.is_done}
+        finished = {member.node for member in quiet if member.is_done}  # may be silent for long
         later = {link for link in dead if link & finished}
         dead -= later
         is_early = any(link & silent for link in dead)

@@ -62,10 +62,10 @@ def find_blocks(module: nn.Module, num_stages: int, stages_per_rank: int) -> nn.
     if len(set(chosen)) < number:
         raise ConfigurationError(f"some blocks of {name} are the same module, which mesh.pp cannot cut: drop mesh.pp")
     if number < num_stages:
-        schedule = "" if stages_per_rank == 1 else ", or schedule=1f1b"
+        schedule = "" if stages_per_rank == 1 else f", or schedule=1f1b and at most {number}"
         raise ConfigurationError(
             f"mesh.pp={num_stages // stages_per_rank} cuts a model in {num_stages} stages, more than the {number} "
-            f"blocks of {name}: use at most {number // stages_per_rank}{schedule}"
+            f"blocks of {name}: use at most {max(1, number // stages_per_rank)}{schedule}"
         )
     return chosen
 

@@ -754,7 +754,7 @@ def test_what_cannot_be_cut_is_refused(module: Any, words: str) -> None:
     ("stages", "num_stages", "words"),
     [
         ((0,), 3, "mesh.pp=3 cuts a model in 3 stages, more than the 2 blocks of body: use at most 2"),
-        ((0, 2), 4, "mesh.pp=2 cuts a model in 4 stages, .* use at most 1, or schedule=1f1b"),
+        ((0, 2), 4, "mesh.pp=2 cuts a model in 4 stages, .* use at most 1, or schedule=1f1b and at most 2"),
     ],
 )
 def test_more_stages_than_blocks_are_refused(stages: tuple[int, ...], num_stages: int, words: str) -> None:

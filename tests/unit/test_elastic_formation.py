@@ -461,28 +461,33 @@ def test_a_rank_that_was_silent_for_a_while_is_left_out_only_if_its_link_stays_d
     assert (crowd.last(2, "evicted") is None) == is_withdrawn
 
 
-def test_a_dead_link_is_decided_on_beside_a_silent_rank_that_has_finished() -> None:
-    """Links to the silent one stay undecided: it answers no probe either, and may export for long."""
+@pytest.mark.parametrize("has_peer", [False, True])
+def test_a_dead_link_is_decided_on_beside_a_silent_rank_that_has_finished(has_peer: bool) -> None:
+    """Links to the silent one, or to another rank of its node, stay undecided: it answers no probe either, and may
+    export for long.
+    """
     crowd = Crowd()
-    for connection, name in enumerate("abcd"):
-        crowd.join(connection, name, expected=4, probe=["10.0.0.1", 1000 + connection])
-    crowd.say(9, {"t": "launcher", "token": "token", "expected": 4})
+    ranks = ["a", "b", "c", "d", *(["e"] if has_peer else [])]
+    for connection, name in enumerate(ranks):
+        place = {"id": "e.node-a.token-e"} if name == "e" else {}
+        crowd.join(connection, name, expected=len(ranks), probe=["10.0.0.1", 1000 + connection], **place)
+    crowd.say(9, {"t": "launcher", "token": "token", "expected": len(ranks)})
     number, _ = crowd.worlds[0]
     crowd.say(0, {"t": "finish", "number": number})
 
     def wait(seconds: float) -> None:
         for _ in range(round(2 * seconds)):
             crowd.tick(0.5)
-            for connection in (1, 2, 3, 9):
+            for connection in (*range(1, len(ranks)), 9):
                 crowd.say(connection, {"t": "beat", "progress": 0})
 
     wait(4.0)
     crowd.say(2, {"t": "unreachable", "number": number, "nodes": ["node-a"]})
     wait(4.0)
-    assert all(crowd.last(connection, "evicted") is None for connection in range(4))
+    assert all(crowd.last(connection, "evicted") is None for connection in range(len(ranks)))
     crowd.say(1, {"t": "unreachable", "number": number, "nodes": ["node-a", "node-d"]})
     wait(1.0)
-    evicted = [connection for connection in range(4) if crowd.last(connection, "evicted")]
+    evicted = [connection for connection in range(len(ranks)) if crowd.last(connection, "evicted")]
     assert evicted in ([1], [3])
 
 
