@@ -170,15 +170,17 @@ def _digest_of(file: IO[bytes], length: int) -> xxhash.xxh3_64:
     return digest
 
 
+def _no_archive(origin: object) -> UnreadableCheckpointError:
+    return UnreadableCheckpointError(f"{origin} is damaged or no checkpoint: it is not a whole archive of torch")
+
+
 def _check_contents(path: Path, file: IO[bytes], size: int) -> None:
     check_archive(file, size, str(path))
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except _BAD_ARCHIVE as error:
-        raise UnreadableCheckpointError(
-            f"{path} is damaged or no checkpoint: it is no whole archive of torch"
-        ) from error
+        raise _no_archive(path) from error
     if damaged is not None:
         raise UnreadableCheckpointError(f"{path} is damaged: the checksum of {damaged} in it does not match")
 
@@ -197,9 +199,7 @@ def check_archive(file: IO[bytes], size: int, origin: str) -> None:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
     except _BAD_ARCHIVE as error:
-        raise UnreadableCheckpointError(
-            f"{origin} is damaged or no checkpoint: it is no whole archive of torch"
-        ) from error
+        raise _no_archive(origin) from error
     packed = next((r.filename for r in records if r.compress_type != zipfile.ZIP_STORED), None)
     if packed is not None:
         raise UnreadableCheckpointError(

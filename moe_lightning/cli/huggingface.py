@@ -76,34 +76,34 @@ def export_checkpoint(path: Place, target: Path, *, dtype: str | None = None, ad
         trained.copy_companions(staged)
         has_tokenizer = any((staged / name).is_file() for name in TOKENIZERS)
         write_card(staged, config, trained.optimizer, facts, is_adapter=adapter_alone)
+    for remark in _remarks(trained, target, adapter_alone=adapter_alone, has_tokenizer=has_tokenizer):
+        print(f"moe-ckpt: {remark}", file=sys.stderr)
+    return written
+
+
+def _remarks(trained: _Trained, target: Path, *, adapter_alone: bool, has_tokenizer: bool) -> Iterator[str]:
+    """Sentences on what an exported folder lacks, or computes otherwise than the run."""
+    config, export = trained.config, trained.export
     if export.drafting and not adapter_alone:
         said = ", ".join(f"{name}=0 in the place of {count}" for name, count in export.drafting.items())
-        print(
-            f"moe-ckpt: {target} has no layers for multi-token prediction, which are not trained: its config.json says "
-            f"{said}, so let an engine draft no tokens with it",
-            file=sys.stderr,
+        yield (
+            f"{target} has no layers for multi-token prediction, which are not trained: its config.json says {said}, "
+            "so let an engine draft no tokens with it"
         )
     changed = [f"{name}={shown(value)}" for name, value in config.overrides.items() if "drop" not in name]
     if changed and adapter_alone:  # all but dropout changes what the model computes
-        print(
-            f"moe-ckpt: {config.pretrained} was trained with model.overrides of {', '.join(changed)}, which adapters "
-            "cannot hold: set them in its config.json, or export without --adapter",
-            file=sys.stderr,
+        yield (
+            f"{config.pretrained} was trained with model.overrides of {', '.join(changed)}, which adapters cannot "
+            "hold: set them in its config.json, or export without --adapter"
         )
     if adapter_alone and config.adapter is not None and config.adapter.kind == "qlora":
-        print(
-            f"moe-ckpt: the adapters of {target} were trained beside experts rounded to four bits (model.adapter.kind="
-            f"qlora), and peft adds them to those of {config.pretrained}, which is another model: export without "
-            "--adapter for the one that was trained",
-            file=sys.stderr,
+        yield (
+            f"the adapters of {target} were trained beside experts rounded to four bits (model.adapter.kind=qlora), "
+            f"and peft adds them to those of {config.pretrained}, which is another model: export without --adapter for "
+            "the one that was trained"
         )
     if hasattr(export.config, "vocab_size") and not has_tokenizer:
-        print(
-            f"moe-ckpt: {target} has no tokenizer, since {config.pretrained} has none here: copy its files into the "
-            "export",
-            file=sys.stderr,
-        )
-    return written
+        yield (f"{target} has no tokenizer, since {config.pretrained} has none here: copy its files into the export")
 
 
 def _require_original(pretrained: str) -> None:
