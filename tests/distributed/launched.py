@@ -10,6 +10,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -64,7 +65,8 @@ def _save_at_the_end(folder: Path, rank: int) -> None:
     """Print, save and print again once it is interrupted."""
     try:
         _say_ready(folder)
-        signal.pause()
+        while True:  # a signal just before `signal.pause` would not end it
+            time.sleep(0.05)
     except KeyboardInterrupt:
         print("saves", flush=True)
         (folder / f"saved{rank}").touch()

@@ -245,7 +245,10 @@ def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(
 ) -> None:
     """However long that takes; there is no other grace here."""
     saving = (
-        "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(7))\n"
+        "print(flush=True)\n"
+        "while True:\n    time.sleep(0.05)"  # a signal just before `signal.pause` would not end it
     )
     with Program("-c", saving) as rank:
         rank.wait_for(lambda: bool(rank.out))

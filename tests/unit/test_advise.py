@@ -26,6 +26,7 @@ LARGE = ["model=gpt_m", "model.tie_embeddings=false", "data.global_batch_size=51
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(advise, "_LEAST_S", 1.0)
     monkeypatch.setattr(advise, "_MOST_STEPS", 500)
     monkeypatch.setattr(train, "_visible_gpus", lambda: 0)
 
