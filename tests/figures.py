@@ -24,6 +24,10 @@ TOLERANCE = 1.5
 
 _ROUNDS = 3
 
+STOCK, BARE = "DDP, dcp.async_save", "ours"
+SNAPSHOTS = ("ours, every expert, each step", "ours, K = E/4, each step")
+"""Contenders of `moe-bench compare`: what our snapshots are compared with, and those."""
+
 
 def measure(folder: Path) -> dict[str, float]:
     """Return ratios, of which less is better: times on one machine mean nothing on another."""
@@ -38,9 +42,9 @@ def of_saving(rows: list[dict[str, float]]) -> dict[str, float]:
     """Stall of our snapshots, and the steps in which one is taken."""
     names = {row["contender"] for row in rows}
     medians = {n: medians_of([r for r in rows if r["contender"] == n], but=("round", "contender")) for n in names}
-    stock, bare = medians["DDP, dcp.async_save"]["stall_s"], medians["ours"]["mean_step_s"]
+    stock, bare = medians[STOCK]["stall_s"], medians[BARE]["mean_step_s"]
     found = {}
-    for name in ("ours, every expert", "ours, K = E/4"):
+    for name in SNAPSHOTS:
         found[f"{name}: stall over that of dcp.async_save"] = medians[name]["stall_s"] / stock
         found[f"{name}: step over one without saving"] = medians[name]["mean_step_s"] / bare
     return {name: round(value, 3) for name, value in found.items()}
