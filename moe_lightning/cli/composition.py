@@ -239,6 +239,8 @@ def check_top_level(config: Mapping[str, Any]) -> None:
     for name in _GROUPS:
         if TARGET not in config[name]:
             raise ConfigurationError(f"{name} names no class: choose a {name} of the group, or give {name}.{TARGET}")
+    for name in ("callbacks", "logger"):
+        _check_entries(config[name], name)
 
 
 def check_groups(config: Mapping[str, Any]) -> None:
@@ -284,13 +286,14 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"trainer.{name} is given by moe-train itself: leave it out of trainer")
     for name in (*_GROUPS, *COLLECTIONS):
         check_arguments(config[name], name)
-    if trainer.get("max_steps", -1) == -1 and trainer.get("max_epochs") == -1 and trainer.get("max_time") is None:
+    max_time = trainer.get("max_time")
+    if isinstance(max_time, str) and not re.match(r"\s*\d+:\d\d:\d\d:\d\d", max_time):
+        raise ConfigurationError(f"trainer.max_time={shown(max_time)} must be DD:HH:MM:SS, such as 00:12:00:00")
+    if trainer.get("max_steps", -1) == -1 and trainer.get("max_epochs") == -1 and max_time is None:
         raise ConfigurationError(
             "trainer.max_steps=-1 with trainer.max_epochs=-1 would train without an end: give one of them, "
             "or trainer.max_time=DD:HH:MM:SS"
         )
-    check_group(config, "callbacks")
-    check_group(config, "logger")
     _check_resumes(config)
 
 
@@ -318,13 +321,9 @@ def _check_urls(node: Any, key: str = "") -> None:
             )
 
 
-def check_group(config: Mapping[str, Any], group: str) -> None:
-    """Refuse entries of a group of named objects that name no class.
-
-    Raises:
-        ConfigurationError: a key was set of an entry that the chosen group does not have.
-    """
-    for name, node in config[group].items():
+def _check_entries(entries: Mapping[str, Any], group: str) -> None:
+    """Refuse entries of a group of named objects that name no class, as those that the chosen group does not have."""
+    for name, node in entries.items():
         if node is None:
             continue
         if not isinstance(node, Mapping):
@@ -332,7 +331,7 @@ def check_group(config: Mapping[str, Any], group: str) -> None:
         if TARGET not in node:
             raise ConfigurationError(
                 f"{group}.{name} has {', '.join(map(str, node)) or 'no keys'} but no {TARGET}: the chosen {group} do "
-                f"not include it{suggestion(name, config[group])}, drop the key or give {group}.{name}.{TARGET}"
+                f"not include it{suggestion(name, entries)}, drop the key or give {group}.{name}.{TARGET}"
             )
 
 

@@ -354,12 +354,18 @@ def comparison(reports: Mapping[str, Report]) -> str:
 
 
 def _recommend(config: Mapping[str, Any]) -> int:
-    target = recipe_file(Path(str(config["recipe"])), "recipe=")
     scenario = scenario_of(config, "ours")
+    fixed, failing = given(config, "policy", "name"), config["failures"]["simultaneous"]
+    if failing >= scenario.num_nodes > 1 and "protection" not in fixed:
+        raise ConfigurationError(
+            f"failures.simultaneous={failing} is all of the {scenario.num_nodes} nodes, which leaves no copy of a "
+            "snapshot: give less, or policy.protection=none"
+        )
+    target = recipe_file(Path(str(config["recipe"])), "recipe=")
     advice = recommend(
         scenario,
-        config["failures"]["simultaneous"],
-        fixed=given(config, "policy", "name"),
+        failing,
+        fixed=fixed,
         fixed_mesh=given(config, "mesh", "search") if config["mesh"]["search"] else None,
     )
     if advice.meshes is not None:

@@ -123,7 +123,7 @@ _PYTHON_WORDS = re.compile(
     r"|could not convert|Errno|Exception|Error\b|<class|<module|at 0x"
 )
 _CURE = re.compile(
-    r"must (be|have|name|hold)|--help|"
+    r"must (be|have|name|hold)|--help|did you mean|"
     r"\b(use|give|set|choose|name|lower|raise|write|drop|leave|create|empty|add|record|run|"
     r"start|train|make|mend|see|sort|take|copy|put|free|install|repeat|try|chmod|expected one)\b"
 )
