@@ -54,6 +54,7 @@ _TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 _TRAINER_LIMITS: dict[str, Any] = {
     "accumulate_grad_batches": PositiveInt,
     "check_val_every_n_epoch": PositiveInt | None,
+    "fast_dev_run": bool | NonNegativeInt,
     "gradient_clip_val": Coefficient | None,
     "limit_predict_batches": _Share | None,
     "limit_test_batches": _Share | None,

@@ -59,5 +59,5 @@ def _case(arguments: list[str], key: str, sensible: bool = False) -> Case:
 
 def _is_sensible(key: str, name: str, current: Any) -> bool:
     if name in _WITHOUT_A_WORD:
-        return (name == "[]" and isinstance(current, list)) or (name == "{}" and isinstance(current, Mapping))
+        return (name == "[]" and isinstance(current, list)) or (name == "{}" and isinstance(current, Mapping | None))
     return True

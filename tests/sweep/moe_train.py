@@ -45,7 +45,7 @@ BASES: dict[str, list[str]] = {
 TRAINED = ("text", "balanced", "partial")
 """What is trained; the others need several ranks, the network or minutes, and are built."""
 
-ENDLESS = {("trainer.max_steps", "1e14"), ("module.config", "{}")}
+ENDLESS = {("trainer.max_steps", "1e14"), ("trainer.fast_dev_run", "1e14"), ("module.config", "{}")}
 """A run without an end and a model of the default sizes: nothing is wrong with them."""
 
 _MAY_BE_MINUS_ONE = {
@@ -140,7 +140,7 @@ def _is_sensible(key: str, name: str, current: Any) -> bool:
         "nan": False,
         "inf": False,
         "1e30": False,
-        "1e14": key in ("run_name", "trainer.limit_val_batches", "trainer.overfit_batches")
+        "1e14": key in ("run_name", "trainer.fast_dev_run", "trainer.limit_val_batches", "trainer.overfit_batches")
         or (isinstance(current, int | None) and not isinstance(current, bool))
         or key.endswith(("_per_s", "_every")),
         "[]": isinstance(current, list | ListConfig) or key in _MAY_BE_EMPTY,
