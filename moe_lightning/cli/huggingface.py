@@ -103,7 +103,7 @@ def _remarks(trained: _Trained, target: Path, *, adapter_alone: bool, has_tokeni
             "the one that was trained"
         )
     if hasattr(export.config, "vocab_size") and not has_tokenizer:
-        yield (f"{target} has no tokenizer, since {config.pretrained} has none here: copy its files into the export")
+        yield f"{target} has no tokenizer, since {config.pretrained} has none here: copy its files into the export"
 
 
 def _require_original(pretrained: str) -> None:

@@ -358,7 +358,7 @@ def _recommend(config: Mapping[str, Any]) -> int:
     fixed, failing = given(config, "policy", "name"), config["failures"]["simultaneous"]
     if failing >= scenario.num_nodes > 1 and "protection" not in fixed:
         raise ConfigurationError(
-            f"failures.simultaneous={failing} is all of the {scenario.num_nodes} nodes, which leaves no copy of a "
+            f"failures.simultaneous={failing} takes all of the {scenario.num_nodes} nodes, which leaves no copy of a "
             "snapshot: give less, or policy.protection=none"
         )
     target = recipe_file(Path(str(config["recipe"])), "recipe=")

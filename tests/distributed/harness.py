@@ -36,7 +36,7 @@ from tests.forks import FORKS, PATIENCE_S, fork, kill
 _LEAVE_S = 5.0
 _MEETINGS = 3
 _LOST_CONNECTION = re.compile(r"connectFullMesh failed .*Connection closed by peer")
-"""Of gloo in fresh processes that make their first group, about once in thousands of worlds."""
+"""Error of gloo in fresh processes that make their first group, about once in thousands of worlds."""
 
 
 class RankFailure(AssertionError):
