@@ -11,16 +11,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Collection, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from moe_lightning.checkpoint.training_state import preserved_generators
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.table import require_row_each
 from moe_lightning.state.tensors import is_sharded, local
@@ -43,6 +45,29 @@ another rounding."""
 _warn_once = cache(rank_zero_warn)  # several groups and checks would repeat it
 
 
+class _Outline(NamedTuple):
+    """Properties of a parameter, besides its values, on which the update of a row can depend."""
+
+    dimensions: int
+    rest: int  # of numbers that do not fill a vector register
+    dtype: torch.dtype
+
+
+class _Trial(NamedTuple):
+    """What some updates have made of a small parameter, and the states of its optimizer."""
+
+    parameter: Tensor
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Options of a parameter group that the class of its optimizer takes; alike where they are printed alike."""
+
+    text: str
+    values: dict[str, Any] = field(compare=False)
+
+
 def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collection[nn.Parameter]) -> None:
     """
     Args:
@@ -63,18 +88,17 @@ def require_updates_by_expert(optimizers: Sequence[Optimizer], stacks: Collectio
 def _require_updates_by_expert(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
     is_fused = group.get("fused")
     ends_within_vector = is_fused and parameter.device.type == "cpu" and parameter[:1].nbytes % _LINE_BYTES
-    rows = [] if ends_within_vector else _tried(optimizer, group, parameter, _ROWS)  # a trial shows it with luck only
-    if ends_within_vector or not _are_alike(rows):
+    trials = [] if ends_within_vector else _tried(optimizer, group, parameter, _ROWS)  # one shows it with luck only
+    if ends_within_vector or not _are_alike(trials):
         cure = "drop fused=True" if is_fused else _ELEMENTWISE
         raise ConfigurationError(
             f"{type(optimizer).__name__} updates an expert differently beside other experts, so replicas would diverge "
             f"and the loss would depend on the number of ranks: {cure} for experts"
         )
-    if rows:  # it can be tried
-        (trial,), replica = _updated(optimizer, group, parameter, _ROWS[-1])
-        for scope, value in replica.state.get(trial, {}).items():
+    for trial in trials[-1:]:  # it can be tried
+        for scope, value in trial.states.items():
             if isinstance(value, Tensor) and value.ndim:  # a number belongs to all rows
-                require_row_each(scope, value, "experts", trial)
+                require_row_each(scope, value, "experts", trial.parameter)
 
 
 _ELEMENTWISE = "use AdamW or another elementwise optimizer, with float32 parameters"
@@ -119,26 +143,26 @@ def require_updates_by_parameter(optimizers: Sequence[Optimizer], sharding: str)
                 )
 
 
-def _are_alike(rows: Sequence[Tensor], rtol: float = 0.0) -> bool:
-    """Return True if all are as the first one; there may be none."""
+def _are_alike(trials: Sequence[_Trial], rtol: float = 0.0) -> bool:
+    """Return True if the last rows of all are as that of the first one; there may be none."""
+    rows = [trial.parameter[-1] for trial in trials]
     return all(torch.allclose(rows[0], row, rtol=rtol, atol=0) for row in rows[1:])
 
 
 def _tried(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameter: Tensor,
-    numbers: Sequence[int],
-    *,
-    are_apart: bool = False,
-) -> list[Tensor]:
-    """Return a row after some updates, for each number of rows; empty if the optimizer cannot be tried.
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, numbers: Sequence[int], *, are_apart: bool = False
+) -> list[_Trial]:
+    """Return a trial for each number of rows; empty if the optimizer cannot be tried.
 
     Args:
         are_apart: the rows are parameters of their own.
     """
+    kind: Callable[..., Optimizer] = type(optimizer)
+    known = inspect.signature(kind).parameters
+    values = {name: value for name, value in group.items() if name in known and name != "params"}
+    like = _Options(repr(values), values), _outline(parameter), parameter.device
     try:
-        return [_updated(optimizer, group, parameter, n, are_apart=are_apart)[0][0].detach()[-1] for n in numbers]
+        return [_updated(kind, *like, rows, are_apart) for rows in numbers]
     except Exception as error:  # of a class that we do not know, on parameters that are not its own
         _warn_once(
             f"{type(optimizer).__name__} cannot be tried on a small parameter ({type(error).__name__}), so ranks may "
@@ -148,45 +172,53 @@ def _tried(
         return []
 
 
+@lru_cache(maxsize=64)
 def _updated(
-    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, rows: int, *, are_apart: bool = False
-) -> tuple[Sequence[nn.Parameter], Optimizer]:
-    """Return rows after some updates, by an optimizer of the same class and with a group's options: as one parameter,
-    or as parameters of their own, of which the first is the row to look at.
+    kind: Callable[..., Optimizer],
+    options: _Options,
+    outline: _Outline,
+    device: torch.device,
+    rows: int,
+    are_apart: bool,
+) -> _Trial:
+    """Update rows a few times, as one parameter or as parameters of their own; return the one whose last row is to be
+    looked at. Groups and worlds ask for the same few trials again.
     """
-    known = inspect.signature(type(optimizer)).parameters
-    options = {name: copy.deepcopy(value) for name, value in group.items() if name in known and name != "params"}
     growth = 1.0 if are_apart else 10.0
 
     def values(seed: int) -> Sequence[Tensor]:
-        together = _rows_like(parameter, rows, seed)
+        together = _rows(outline, device, rows, seed)
         return [row[None] for row in list(together)[::-1]] if are_apart else [together]
 
     trials = [nn.Parameter(_FIRST_WEIGHTS * value) for value in values(0)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # of an optimizer that adds noise
-        replica = type(optimizer)(trials, **options)
+    with preserved_generators(device):
+        _seed(device)  # an optimizer may add noise
+        replica = kind(trials, **copy.deepcopy(options.values))
         for step in range(_STEPS):
             for trial, gradient in zip(trials, values(1 + step), strict=True):
                 trial.grad = gradient * growth**step
             replica.step(lambda: 0.0)
-    return trials, replica
+    return _Trial(trials[0].detach(), dict(replica.state.get(trials[0], {})))
 
 
-def _outline(parameter: nn.Parameter) -> tuple[int, int, torch.dtype]:
-    """Return the properties, besides its values, on which the update of a row can depend: dimensions, rest of a vector,
-    dtype.
-    """
-    return parameter.ndim, parameter[:1].numel() % _VECTOR, parameter.dtype
+def _seed(device: torch.device) -> None:
+    """Seed the generators that `preserved_generators` restores; torch.manual_seed would seed those of all devices."""
+    torch.default_generator.manual_seed(0)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(0)
 
 
-def _rows_like(parameter: Tensor, rows: int, seed: int) -> Tensor:
-    """Return random rows that end within a vector as those of a parameter, the last a hundredth of the others."""
+def _outline(parameter: Tensor) -> _Outline:
     rest = parameter[:1].numel() % _VECTOR if parameter.ndim else 0
-    shape = [1] * (parameter.ndim - 2) + [_VECTOR + rest]
+    return _Outline(parameter.ndim, rest, parameter.dtype)
+
+
+def _rows(outline: _Outline, device: torch.device, rows: int, seed: int) -> Tensor:
+    """Return random rows that end within a vector as those of a parameter, the last a hundredth of the others."""
+    shape = [1] * (outline.dimensions - 2) + [_VECTOR + outline.rest]
     last = torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     others = torch.randn(rows - 1, *shape, generator=torch.Generator().manual_seed(1000 + seed), device="cpu")
-    return torch.cat([100.0 * others, last]).to(parameter.device, parameter.dtype)
+    return torch.cat([100.0 * others, last]).to(device, outline.dtype)
 
 
 # ---------------------------------------------------------------------- without a trial

@@ -179,6 +179,32 @@ def test_trials_of_optimizers_gather_no_rows() -> None:
     assert collectives.get_total_counts() == 0
 
 
+def test_trials_of_optimizers_leave_generators_of_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of GPUs that are used later: torch keeps seeds for them."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail(f"GPUs are seeded with {seed}"))
+    parameters = stacks(9)
+    require_updates_by_expert([torch.optim.AdamW(parameters)], parameters)
+
+
+def test_an_optimizer_is_tried_once_with_the_same_options() -> None:
+    class Stepping(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Stepping.steps += 1
+            return super().step(closure)
+
+    def steps(**options: float) -> int:
+        before, parameters = Stepping.steps, stacks()
+        require_updates_by_expert([Stepping(parameters, **options)], parameters)
+        return Stepping.steps - before
+
+    assert steps() > 0
+    assert steps() == 0
+    assert steps(momentum=0.9) > 0
+    assert steps(lr=1e-3) == 0, "the default"
+
+
 class DenseClipped(OwnModule):
     """Trains dense parameters only."""
 
