@@ -333,8 +333,8 @@ def unprotected_session(rank: int, world_size: int, base: str) -> list[list[str]
 
 
 def test_a_session_without_protection_retires_that_of_the_former_one(tmp_path: Path) -> None:
-    run_ranks(2, protect, str(tmp_path), aec_layout(range(2)), [5])
-    assert run_ranks(1, unprotected_session, str(tmp_path)) == [[["1"], []]]
+    run_pooled(2, protect, str(tmp_path), aec_layout(range(2)), [5])
+    assert run_pooled(1, unprotected_session, str(tmp_path)) == [[["1"], []]]
 
 
 def growing(rank: int, world_size: int, base: str) -> list[int]:
@@ -396,7 +396,7 @@ def refusals(rank: int, world_size: int, base: str) -> None:
 
 
 def test_what_cannot_be_protected_is_refused_by_all_ranks_alike(tmp_path: Path) -> None:
-    run_ranks(2, refusals, str(tmp_path))  # which asserts on every rank
+    run_pooled(2, refusals, str(tmp_path))  # which asserts on every rank
 
 
 # ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.state.pieces import Block
 from moe_lightning.state.transfer import reshard
 from moe_lightning.strategies.dense_sharding import DenseOptimizerShards
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled
 
 
 def sharded_training(rank: int, world_size: int) -> tuple[list[dict[int, list[str]]], dict[str, dict[str, Tensor]]]:
@@ -56,7 +56,7 @@ def sharded_training(rank: int, world_size: int) -> tuple[list[dict[int, list[st
 
 
 def test_a_peer_holds_what_the_owner_holds() -> None:
-    results = run_ranks(2, sharded_training)
+    results = run_pooled(2, sharded_training)
     (corrections, first), (same, second) = results
     assert corrections == same
     missed, damaged = sorted(first["kept"]), sorted(second["kept"])[:1]
@@ -123,4 +123,4 @@ def lost_owner(rank: int, world_size: int) -> tuple[str, list[int]]:
 
 
 def test_a_lost_shard_is_taken_from_its_replay_to_new_owners() -> None:
-    assert run_ranks(3, lost_owner) == [("live", [0, 1])] * 3
+    assert run_pooled(3, lost_owner) == [("live", [0, 1])] * 3

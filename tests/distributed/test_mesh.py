@@ -22,7 +22,7 @@ from moe_lightning.parallel.collectives import all_gather_json
 from moe_lightning.parallel.context import World, all_reduce_, broadcast_
 from moe_lightning.parallel.mesh import Layout, MeshShape
 from moe_lightning.strategies import expert_parallel
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import train
 
 TIMEOUT = timedelta(seconds=60)
@@ -113,13 +113,13 @@ class Replicated(MeshShape):
 
 def train_replicated(rank: int, world_size: int, shape: MeshShape) -> dict[str, Any]:
     with mock.patch.object(expert_parallel, "chosen_axes", return_value=shape):
-        return train(rank, world_size, steps=4)
+        return train(rank, world_size, steps=3)
 
 
 def test_another_axis_is_one_more_field_of_the_mesh() -> None:
     """Its ranks have a group and equal shares of the same samples; nothing else in the package knows of it."""
-    plain = run_ranks(1, partial(train_replicated, shape=MeshShape()))[0]["losses"]
-    for found in run_ranks(4, partial(train_replicated, shape=Replicated(rep=2))):
+    plain = run_pooled(1, partial(train_replicated, shape=MeshShape()))[0]["losses"]
+    for found in run_pooled(4, partial(train_replicated, shape=Replicated(rep=2))):
         np.testing.assert_allclose(found["losses"], plain, rtol=1e-4)
 
 

@@ -124,7 +124,7 @@ def refuse(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_travel_is_refused_on_every_rank() -> None:
-    (other, step), (source, _), _ = run_ranks(3, refuse)
+    (other, step), (source, _), _ = run_pooled(3, refuse)
     assert "rank 1 has an object that cannot be sent to other ranks" in other
     assert "an object of type builtins.object cannot be sent to other ranks" in source
     assert step == "still in step"
@@ -140,7 +140,7 @@ def gather_by_torch(rank: int, world_size: int) -> list[Any]:
 
 
 def test_torchs_own_collectives_carry_the_same() -> None:
-    for ranks, told, refused in run_ranks(2, gather_by_torch):
+    for ranks, told, refused in run_pooled(2, gather_by_torch):
         assert (ranks, told) == ([0, 1], [("x", 1)])
         assert "an object of type builtins.object cannot be sent to other ranks" in refused
 
@@ -218,7 +218,7 @@ def announce(rank: int, world_size: int, size: int) -> str:
 
 @pytest.mark.parametrize("size", [0, -7, MAX_BYTES + 1, (1 << 63) - 1])
 def test_nothing_is_allocated_for_an_absurd_size(size: int) -> None:
-    assert f"announces a message of {size} bytes" in run_ranks(2, announce, size)[1]
+    assert f"announces a message of {size} bytes" in run_pooled(2, announce, size)[1]
 
 
 def send_no_json(rank: int, world_size: int) -> str:
@@ -235,7 +235,7 @@ def send_no_json(rank: int, world_size: int) -> str:
 
 
 def test_what_should_be_json_and_is_not_is_named() -> None:
-    assert run_ranks(2, send_no_json)[1].startswith("ForeignMessageError: rank 0 sent something else than JSON")
+    assert run_pooled(2, send_no_json)[1].startswith("ForeignMessageError: rank 0 sent something else than JSON")
 
 
 def test_one_rank_sends_nothing_and_takes_everything() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from moe_lightning.doctor.parity_doctor import ParityDoctor
 from moe_lightning.errors import ParityError
 from moe_lightning.user_errors import sentence_of
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import CASES
 from tests.distributed.seeded_bugs import BUGS
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer, train
@@ -119,7 +119,7 @@ def under_ddp(rank: int, world_size: int, trainings: list[dict[str, Any]]) -> li
 
 
 def test_a_plain_module_under_stock_ddp() -> None:
-    same, alike = run_ranks(2, under_ddp, [{"accumulate_grad_batches": 2}, {"use_distributed_sampler": False}])[0]
+    same, alike = run_pooled(2, under_ddp, [{"accumulate_grad_batches": 2}, {"use_distributed_sampler": False}])[0]
     assert not same
     assert "the batch (input 0) is the same on ranks 0 and 1" in alike
 
@@ -139,7 +139,7 @@ def beside_a_callback(rank: int, world_size: int) -> None:
 
 
 def test_a_callback_may_have_gathered_rows() -> None:
-    run_ranks(2, beside_a_callback)
+    run_pooled(2, beside_a_callback)
 
 
 def test_a_failure_is_a_sentence() -> None:
@@ -200,7 +200,7 @@ def healthy(rank: int, world_size: int, case: str, strategy: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("world_size", "case", "strategy"), [MESHES[0], *(slow(*row) for row in MESHES[1:])])
 def test_a_healthy_run_is_the_same(world_size: int, case: str, strategy: dict[str, Any]) -> None:
-    steps, tensors, losses = run_ranks(world_size, healthy, case, strategy)[0]
+    steps, tensors, losses = run_pooled(world_size, healthy, case, strategy)[0]
     assert steps == 3
     assert tensors > 20
     micro_batches = {"accumulate": 3 + 1 + 3, "accumulated": 2 * 3}  # an epoch of the first ends with the second step
@@ -210,7 +210,7 @@ def test_a_healthy_run_is_the_same(world_size: int, case: str, strategy: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "mesh"), [("swiglu", {"tp": 2}), ("untied", {"pp": 2})])
 def test_nothing_is_left_out(case: str, mesh: dict[str, int]) -> None:
-    several, alone = (run_ranks(n, healthy, case, strategy)[0] for n, strategy in ((2, {"mesh": mesh}), (1, {})))
+    several, alone = (run_pooled(n, healthy, case, strategy)[0] for n, strategy in ((2, {"mesh": mesh}), (1, {})))
     assert several == alone
 
 

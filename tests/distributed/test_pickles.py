@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moe_lightning import ConfigurationError, ExpertParallelStrategy
-from tests.distributed.harness import run_ranks
+from moe_lightning.strategies import expert_parallel
+from tests.distributed.harness import run_pooled
 from tests.distributed.test_hook_order import fitted
 from tests.distributed.test_users_modules import Base, Options, Seen, stock_trainer, tokens
 from tests.distributed.training import make_trainer
@@ -38,15 +39,14 @@ def losses_of_a_copy(rank: int, world_size: int, is_copied: bool) -> list[float]
 
 
 def test_a_pickled_trainer_trains() -> None:
-    assert run_ranks(2, losses_of_a_copy, True) == run_ranks(2, losses_of_a_copy, False)
+    assert run_pooled(2, losses_of_a_copy, True) == run_pooled(2, losses_of_a_copy, False)
 
 
 def pickled_module(rank: int, world_size: int, strategy: Options, folder: Path, most_bytes: int) -> Any:
-    from moe_lightning.strategies import expert_parallel
-
-    expert_parallel.gather_limit = lambda _: most_bytes  # type: ignore[assignment]
-    trainer = make_trainer(rank, world_size, strategy, max_steps=2)
-    module = fitted(trainer, Base())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_parallel, "gather_limit", lambda _: most_bytes)
+        trainer = make_trainer(rank, world_size, strategy, max_steps=2)
+        module = fitted(trainer, Base())
     whole = trainer.strategy.lightning_module_state_dict()
     try:
         torch.save(module, folder / f"{rank}.pt")
@@ -57,7 +57,7 @@ def pickled_module(rank: int, world_size: int, strategy: Options, folder: Path, 
 
 @pytest.mark.parametrize("strategy", [{}, {"replicas": 2}, {"dense": "fsdp"}, {"dense": "zero1", "slots": 5}])
 def test_a_trained_module_is_saved_whole(strategy: Options, tmp_path: Path) -> None:
-    whole, _ = run_ranks(2, pickled_module, strategy, tmp_path, 1 << 30)
+    whole, _ = run_pooled(2, pickled_module, strategy, tmp_path, 1 << 30)
     for rank in range(2):
         module = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         for name, value in module.state_dict().items():
@@ -71,6 +71,6 @@ def test_a_trained_module_is_saved_whole(strategy: Options, tmp_path: Path) -> N
 
 
 def test_a_module_whose_experts_are_elsewhere_says_so(tmp_path: Path) -> None:
-    for rank, said in enumerate(run_ranks(2, pickled_module, {}, tmp_path, 0)):
+    for rank, said in enumerate(run_pooled(2, pickled_module, {}, tmp_path, 0)):
         held = [0, 1, 2] if rank == 0 else [3, 4, 5]
         assert said.startswith(f"this process holds experts {held} of 6 only: save a checkpoint")

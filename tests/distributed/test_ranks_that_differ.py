@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset, random_split
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies.state_check import StateCheck
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 from tests.parameters import slow
 
@@ -86,7 +86,7 @@ def failed(rank: int, world_size: int, module: type[OwnModule], strategy: dict[s
 
 
 def test_learning_rates_that_differ_are_named() -> None:
-    for message in run_ranks(2, failed, OwnRates, {"check_state_every": 1}):
+    for message in run_pooled(2, failed, OwnRates, {"check_state_every": 1}):
         assert message.startswith("ConfigurationError: the learning rate is [")
         assert "log that with sync_dist=True" in message
 
@@ -99,6 +99,6 @@ def test_optimizers_without_a_rate_have_none_to_compare(group: dict[str, Any]) -
 
 @pytest.mark.parametrize("dense", ["fsdp", slow("zero1")])
 def test_optimizers_that_exchange_weights_need_all_states(dense: str) -> None:
-    for message in run_ranks(2, failed, Averaged, {"dense": dense}):
+    for message in run_pooled(2, failed, Averaged, {"dense": dense}):
         assert message.startswith("ConfigurationError: ScheduleFree exchanges weights by its states")
-    assert run_ranks(2, failed, Averaged, {}) == ["trained"] * 2
+    assert run_pooled(2, failed, Averaged, {}) == ["trained"] * 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_lightning.dispatch.placement import Placement
 from moe_lightning.dispatch.replicas import ExpertStack, ReplicaSum
 from moe_lightning.parallel.context import World
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled
 from tests.parameters import slow
 
 SHAPES: tuple[tuple[int, ...], ...] = ((1,), (7,), (3, 5), (2, 1, 3))
@@ -75,7 +75,7 @@ def sum_gradients(rank: int, world_size: int, seeds: range) -> list[list[dict[in
 @pytest.mark.parametrize("world_size", [slow(2), 3, slow(4)])
 def test_sums_equal_the_dense_ones_and_agree_bit_by_bit(world_size: int) -> None:
     seeds = range(15)
-    results: list[Any] = run_ranks(world_size, sum_gradients, seeds)
+    results: list[Any] = run_pooled(world_size, sum_gradients, seeds)
     for seed in seeds:
         for index, (placement, shape, dtype) in enumerate(random_layers(seed, world_size)):
             for expert in range(placement.num_experts):
@@ -104,7 +104,7 @@ def layouts_and_frozen_rows(rank: int, world_size: int) -> tuple[bool, bool]:
 
 
 def test_strided_gradients_are_summed_and_frozen_experts_left_alone() -> None:
-    assert run_ranks(2, layouts_and_frozen_rows) == [(True, True)] * 2
+    assert run_pooled(2, layouts_and_frozen_rows) == [(True, True)] * 2
 
 
 def rest(rank: int, world_size: int) -> bool:
@@ -116,7 +116,7 @@ def rest(rank: int, world_size: int) -> bool:
 
 
 def test_a_layer_without_gradients_is_left_alone() -> None:
-    assert run_ranks(2, rest) == [True, True]
+    assert run_pooled(2, rest) == [True, True]
 
 
 def test_one_rank_has_nothing_to_sum() -> None:

@@ -21,7 +21,7 @@ from moe_lightning.checkpoint.commit import prune, try_commit
 from moe_lightning.checkpoint.directory import checkpoints, newest_world
 from moe_lightning.checkpoint.storage.posix import PosixStorage
 from moe_lightning.errors import CheckpointError
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.test_partial_checkpoint import WITH_CHECKPOINTS, run, saver
 from tests.distributed.training import train
 from tests.forks import wait_until
@@ -124,7 +124,7 @@ def check_round(trained: Path, tmp_path: Path, seed: int) -> None:
     commits = ("between", "between", "after", "before")[seed // 4 % 4]
     late, keep_last = seed // 2 % 2, rng.choice([1, 2])
     options: dict[str, Any] = {"late": late, "commits": commits, "keep_last": keep_last}
-    steps = run_ranks(RANKS, partial(resumed_step, root=root, trained=trained, **options))
+    steps = run_pooled(RANKS, partial(resumed_step, root=root, trained=trained, **options))
     assert steps in ([LATER] * 2, [0 if without_older else EARLIER] * 2), options
     if commits == "before":
         assert steps == [LATER] * 2
@@ -151,7 +151,7 @@ def verified_bytes(rank: int, world_size: int, root: Path) -> int:
 
 def test_the_ranks_of_a_machine_verify_a_checkpoint_together(trained: Path) -> None:
     """One rank would take longer for a large one than the others may wait."""
-    found = run_ranks(RANKS, partial(verified_bytes, root=trained))
+    found = run_pooled(RANKS, partial(verified_bytes, root=trained))
     whole = checkpoints(trained)[0][1].disk_bytes
     assert sum(found) == whole
     assert max(found) < whole
@@ -172,4 +172,4 @@ def resumed_beside_plugin(rank: int, world_size: int, path: str) -> int:
 
 @pytest.mark.parametrize("name", [".", "step-00000003", "step-00000003/MANIFEST.json"])
 def test_directories_are_not_read_by_a_plugin_for_files(trained: Path, name: str) -> None:
-    assert run_ranks(1, partial(resumed_beside_plugin, path=str(trained / name))) == [LATER]
+    assert run_pooled(1, partial(resumed_beside_plugin, path=str(trained / name))) == [LATER]
