@@ -16,7 +16,7 @@ from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, Recorder, make_trainer
 from tests.parameters import slow
 
-LENGTH, BATCH, STEPS = 96, 8, 5
+LENGTH, BATCH, STEPS = 96, 8, 3
 ROUTER = {"top_k": 2, "aux_loss_coef": 0.5, "z_loss_coef": 0.1}
 PLAIN = {"top_k": 2, "aux_loss_coef": 0.0}  # in a pipeline statistics are those of a micro-batch
 LLAMA = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "bias": False}

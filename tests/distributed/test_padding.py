@@ -24,7 +24,7 @@ from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
 
-LENGTH, SAMPLES, BATCH, STEPS, TOP_K = 16, 44, 12, 7, 2
+LENGTH, SAMPLES, BATCH, STEPS, TOP_K = 16, 20, 12, 3, 2
 ROUTER = {"top_k": TOP_K, "aux_loss_coef": 0.5, "z_loss_coef": 0.1, "bias_update_rate": 0.01}
 
 

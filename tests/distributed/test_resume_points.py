@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from moe_lightning import FaultRecovery, PartialExpertsCheckpoint
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.test_changes_of_worlds import take_part
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 from tests.parameters import slow
 
-STEPS_OF_EPOCH = 8
-LIMITS = {"max_steps": ({"max_steps": 17}, {"max_steps": 20}), "max_epochs": ({"max_epochs": 2}, {"max_epochs": 3})}
+STEPS_OF_EPOCH = 4
+LIMITS = {"max_steps": ({"max_steps": 10}, {"max_steps": 13}), "max_epochs": ({"max_epochs": 2}, {"max_epochs": 3})}
 SAVES = {
-    "after a step": {"every_n_train_steps": 5},
+    "after a step": {"every_n_train_steps": 3},
     "after an epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
     "after a validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
 }
@@ -57,7 +57,7 @@ class OnPlateau(OwnModule):
 def fit(limit: dict[str, int], *callbacks: Any, **options: Any) -> dict[str, Any]:
     trainer = {"enable_checkpointing": True, "max_steps": -1} | limit
     with patch.dict(os.environ):
-        return train(0, 1, trainer=trainer, callbacks=callbacks, **options)
+        return train(0, 1, trainer=trainer, callbacks=callbacks, dataset_size=12 * STEPS_OF_EPOCH, **options)
 
 
 @cache
@@ -88,7 +88,7 @@ def test_a_finished_run_can_be_made_longer(steps: int, tmp_path: Path) -> None:
     whole = undisturbed("max_steps")
     path = str(tmp_path / "end.ckpt")
     fit({"max_steps": steps}, save_to=path)
-    resumed = fit({"max_steps": 20}, ckpt_path=path)
+    resumed = fit({"max_steps": 13}, ckpt_path=path)
     np.testing.assert_array_equal(resumed["losses"], whole["losses"][steps:])
 
 
@@ -97,7 +97,7 @@ def test_a_plateau_looks_at_the_epoch_that_was_gone_on_with(limit: str, tmp_path
     first, whole_run = LIMITS[limit]
     module = {"own_module": OnPlateau, "validate": True}
     whole = fit(whole_run, **module)
-    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=STEPS_OF_EPOCH - 3)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=STEPS_OF_EPOCH - 1)
     fit(first, saver, **module)
     resumed = fit(whole_run, **module, ckpt_path=str(next(tmp_path.glob("*.ckpt"))))
     np.testing.assert_array_equal(resumed["losses"], whole["losses"][-len(resumed["losses"]) :])
@@ -115,7 +115,7 @@ def test_a_plateau_passes_over_an_epoch_that_was_validated_before_the_checkpoint
 def test_the_loop_says_that_it_was_resumed_to_the_end_of_the_epoch(limit: str, tmp_path: Path) -> None:
     """As in stock Lightning."""
     first, whole_run = LIMITS[limit]
-    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=STEPS_OF_EPOCH - 3)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=STEPS_OF_EPOCH - 1)
     fit(first, saver, Restarting())
     watch = Restarting()
     resumed = fit(whole_run, watch, ckpt_path=str(next(tmp_path.glob("*.ckpt"))))
@@ -146,11 +146,11 @@ class Epochs(Callback):
 @pytest.mark.parametrize(
     ("saver", "batch", "micros"),
     [
-        ("ModelCheckpoint", 5, 1),
-        slow("ModelCheckpoint", 13, 2),
-        slow("PartialExpertsCheckpoint", 13, 1),
+        ("ModelCheckpoint", 3, 1),
+        slow("ModelCheckpoint", 7, 2),
+        slow("PartialExpertsCheckpoint", 7, 1),
+        slow("save_checkpoint", 3, 2),
         slow("save_checkpoint", 5, 2),
-        slow("save_checkpoint", 9, 2),
     ],
 )
 def test_a_run_that_was_stopped_in_an_epoch_goes_on_in_it(saver: str, batch: int, micros: int, tmp_path: Path) -> None:
@@ -178,10 +178,10 @@ class Validated(OwnModule):
 
 
 class Skipping(Validated):
-    """Ends the first epoch before its fourth batch."""
+    """Ends the first epoch before its third batch."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if self.trainer.fit_loop.total_batch_idx == 3 else None
+        return -1 if self.trainer.fit_loop.total_batch_idx == 2 else None
 
 
 @pytest.mark.parametrize("limit", [LIMITS["max_epochs"][1], slow(LIMITS["max_steps"][1])])
@@ -190,10 +190,10 @@ def test_a_run_that_has_left_an_epoch_goes_on(limit: dict[str, int], tmp_path: P
     options: dict[str, Any] = {"own_module": Skipping, "validate": True}
     savers = [
         ModelCheckpoint(tmp_path, "epoch-{step}", save_top_k=-1),
-        ModelCheckpoint(tmp_path, "batch-{step}", every_n_train_steps=5, save_top_k=-1),
+        ModelCheckpoint(tmp_path, "batch-{step}", every_n_train_steps=3, save_top_k=-1),
     ]
     whole = fit(limit, expected := Epochs(), *savers, **options)
-    assert expected.ended[0] == (0, 3)
+    assert expected.ended[0] == (0, 2)
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     for path in saved:
         step = int(path.stem.split("=")[1])
@@ -382,7 +382,8 @@ def fit_all(
 
 
 def assert_all_go_on(tmp_path: Path, world_size: int, broken: list[dict[str, Any]], **options: Any) -> None:
-    whole, *resumed = run_ranks(world_size, fit_all, str(tmp_path), broken, options)[0]
+    pooled = world_size == 1
+    whole, *resumed = run_ranks(world_size, fit_all, str(tmp_path), broken, options, pooled=pooled)[0]
     for case, found in zip(broken, resumed, strict=True):
         done = (case["batch"] + (case["hook"] in AFTER_THE_UPDATE)) // options.get("micros", 1)
         expected = {step: losses for step, losses in whole["steps"].items() if step >= done}
@@ -454,7 +455,7 @@ def resume_in_worlds(rank: int, world_size: int, saved: str) -> list[tuple[int, 
 
 def test_a_scheduler_that_was_behind_is_not_behind_in_the_next_world(tmp_path: Path) -> None:
     """Nor ahead on a rank that joins."""
-    run_ranks(1, partial(fit_broken, folder=str(tmp_path), hook="lr_scheduler_step", batch=3))
+    run_pooled(1, partial(fit_broken, folder=str(tmp_path), hook="lr_scheduler_step", batch=3))
     for seen in run_ranks(2, resume_in_worlds, str(tmp_path / "saved.ckpt")):
         assert seen[0][0] == 4
         assert seen == [(step, [step, step]) for step, _ in seen]
@@ -493,7 +494,7 @@ def test_a_validation_that_failed_comes_again_as_a_whole(
 ) -> None:
     """Once, and not again where the run resumes after it, unless that repeats its micro-batch."""
     broken = [{"hook": hook, "batch": batch, "saver": saver} for hook, saver in zip(IN_VALIDATION, SAVERS, strict=True)]
-    ((whole, *resumed),) = run_ranks(1, fit_twice_after_failed_validations, str(tmp_path), micros, val_check, broken)
+    ((whole, *resumed),) = run_pooled(1, fit_twice_after_failed_validations, str(tmp_path), micros, val_check, broken)
     left = whole["validations"][batch // val_check :]
     is_repeated = (batch + 1) % micros > 0
     for case, found in zip(broken, resumed, strict=True):
@@ -512,7 +513,7 @@ def fit_and_save_in_validation(rank: int, world_size: int, folder: str) -> list[
 
 
 def test_a_checkpoint_of_a_validation_in_mid_step(tmp_path: Path) -> None:
-    ((whole, resumed),) = run_ranks(1, fit_and_save_in_validation, str(tmp_path))
+    ((whole, resumed),) = run_pooled(1, fit_and_save_in_validation, str(tmp_path))
     assert len(resumed) == 2 * (BATCHES // 3)
     for found in resumed:
         first = min(found["steps"])
