@@ -26,6 +26,8 @@ from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.training import BRIEF, BRIEF_ACCUMULATION, TINY, RandomTokens, make_trainer, train
 from tests.parameters import slow
 
+SHORT: dict[str, Any] = {"steps": 3, "dataset_size": 24}
+"""Options of `train`: an epoch of two batches of twelve, and one step of the next."""
 CP2, CP4, TP2, TP4 = {"mesh": {"cp": 2}}, {"mesh": {"cp": 4}}, {"mesh": {"tp": 2}}, {"mesh": {"tp": 4}}
 CPTP: dict[str, Any] = {"mesh": {"cp": 2, "tp": 2}}
 FSDP, HSDP, ZERO1 = {"dense": "fsdp"}, {"dense": "hsdp"}, {"dense": "zero1"}
@@ -39,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2": {"model": {"num_heads": 4, "moe_every": 2}, **VALIDATED},
     "uneven": {"model": {"num_heads": 4, **NOISY}, "batch_size": 13},
     "accumulate": {"model": {"num_heads": 4, "dropout": 0.1}, **BRIEF_ACCUMULATION},
-    "few samples": {"model": {"dropout": 0.1}, "batch_size": 4, "dataset_size": 13},
+    "few samples": {"model": {"dropout": 0.1}, "batch_size": 4, "dataset_size": 9},
     "by value": {
         "model": {"moe_every": 2, "tie_embeddings": False},
         "trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
@@ -59,6 +61,11 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
 @cache
 def reference(key: str) -> dict[str, Any]:
     return run(1, **CASES[key])[0]
+
+
+@cache
+def short_reference(key: str) -> dict[str, Any]:
+    return run(1, **SHORT | CASES[key])[0]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +97,7 @@ def reference(key: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_the_loss_is_that_of_one_rank(key: str, ranks: int, strategy: dict[str, Any]) -> None:
-    assert_same_training(reference(key), run(ranks, strategy=strategy, **CASES[key]))
+    assert_same_training(short_reference(key), run(ranks, strategy=strategy, **SHORT | CASES[key]))
 
 
 # ---------------------------------------------------------------------- bytes
@@ -177,13 +184,12 @@ def save(rank: int, world_size: int, *, strategy: dict[str, Any], model: dict[st
 
 
 def load(
-    rank: int, world_size: int, *, strategy: dict[str, Any], model: dict[str, Any], source: str, target: str
+    rank: int, world_size: int, *, strategy: dict[str, Any], model: dict[str, Any], targets: dict[str, str]
 ) -> None:
-    """Resume at the last step but one step later, and save before it."""
-    options = BRIEF | {"steps": 3}
-    train(
-        rank, world_size, strategy=strategy, model=model, ckpt_path=source, callbacks=[SaverInside(target)], **options
-    )
+    """Resume from each source at the last step but one step later, and save before it."""
+    options = BRIEF | {"steps": 3, "strategy": strategy, "model": model}
+    for source, target in targets.items():
+        train(rank, world_size, ckpt_path=source, callbacks=[SaverInside(target)], **options)
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -222,12 +228,11 @@ def test_any_mesh_reads_what_any_wrote_to_the_bit(writer: str, readers: list[str
     run_pooled(ranks, partial(save, strategy=strategy, model=model, folder=str(tmp_path)))
     written = tensors(tmp_path / "one.ckpt")
     for reader in readers:
-        for source in ("one.ckpt", "steps"):
-            ranks, strategy = MESHES[reader]
-            target = tmp_path / f"{reader}.ckpt"
-            options = {"strategy": strategy, "model": model, "source": str(tmp_path / source), "target": str(target)}
-            run_pooled(ranks, partial(load, **options))
-            read = tensors(target)
+        ranks, strategy = MESHES[reader]
+        targets = {str(tmp_path / source): str(tmp_path / f"{reader} {source}") for source in ("one.ckpt", "steps")}
+        run_pooled(ranks, partial(load, strategy=strategy, model=model, targets=targets))
+        for source, target in targets.items():
+            read = tensors(Path(target))
             assert read.keys() == written.keys()
             assert all(torch.equal(read[name], tensor) for name, tensor in written.items()), (reader, source)
 

@@ -17,12 +17,12 @@ from moe_lightning.checkpoint.loader import Checkpoint
 from moe_lightning.checkpoint.schedule import Window
 from moe_lightning.checkpoint.snapshotter import CopyWindows
 from tests.agents import agent_ahead
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import train
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
-STEPS = 5
+STEPS = 4
 _expected = CopyWindows.expected
 FOUR = {"num_layers": 4, "tie_embeddings": False}
 
@@ -71,8 +71,6 @@ class SlowStages(pl.Callback):
 def train_twice(rank: int, world_size: int, folder: str, schedule: str) -> dict[str, Any]:
     """With and without snapshots; what of each was copied in bubbles."""
     copies = Copies(Path(folder), rank)
-    CopyWindows.copy_ended = lambda *arguments: copies.ended(*arguments)  # type: ignore[method-assign]
-    CopyWindows.expected = lambda windows: copies.expected(windows)  # type: ignore[method-assign]
     saver = PartialExpertsCheckpoint(
         f"{folder}/steps", every_n_steps=1, windows="scheduled", save_on_train_end=False, keep_last=1
     )
@@ -80,14 +78,17 @@ def train_twice(rank: int, world_size: int, folder: str, schedule: str) -> dict[
     options = {"model": FOUR, "strategy": strategy, "steps": STEPS}
     plain = train(rank, world_size, **options)
     saving = {"callbacks": [saver, SlowStages(copies)], "trainer": {"enable_checkpointing": True}}
-    found = train(rank, world_size, **options, **saving)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyWindows, "copy_ended", lambda *arguments: copies.ended(*arguments))
+        patch.setattr(CopyWindows, "expected", lambda windows: copies.expected(windows))
+        found = train(rank, world_size, **options, **saving)
     return {"plain": plain["losses"], "losses": found["losses"], "shares": copies.shares, "bubbles_s": copies.bubbles_s}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", slow("interleaved")])
 def test_snapshots_are_copied_in_bubbles_that_suffice(schedule: str, tmp_path: Path) -> None:
     agent = agent_ahead(tmp_path / "steps")
-    for rank in run_ranks(2, partial(train_twice, folder=str(tmp_path), schedule=schedule)):
+    for rank in run_pooled(2, partial(train_twice, folder=str(tmp_path), schedule=schedule)):
         assert rank["losses"] == rank["plain"]
         planned = rank["shares"][1 : STEPS - 1]  # before it nothing is measured, and no step follows the last
         assert len(planned) == STEPS - 2
@@ -113,7 +114,7 @@ def train_embedding_late(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_stage_saves_the_states_of_what_it_unfreezes(tmp_path: Path) -> None:
-    run_ranks(2, partial(train_embedding_late, folder=str(tmp_path / "steps")))
+    run_pooled(2, partial(train_embedding_late, folder=str(tmp_path / "steps")))
     saved = Checkpoint(tmp_path / "steps" / "step-00000004").shapes()
     assert "dense/model.token_embedding.weight/exp_avg" in saved
 
