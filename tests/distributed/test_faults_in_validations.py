@@ -22,9 +22,11 @@ from torchmetrics import SumMetric
 from moe_lightning import FaultRecovery, GPTModule, OptimizerConfig
 from moe_lightning.callbacks.latest_checkpoint import LatestCheckpoint
 from moe_lightning.compat import private_lightning
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.test_changes_of_worlds import take_part
 from tests.distributed.training import TINY, RandomTokens, make_trainer
+
+SMALL = TINY | {"num_layers": 1, "num_experts": 2}
 
 EPOCH = 4
 """Steps of an epoch."""
@@ -108,7 +110,7 @@ class OnPlateau(Module):
     """
 
     def __init__(self, *, is_validated: bool, is_hit: bool) -> None:
-        super().__init__(TINY)
+        super().__init__(SMALL)
         self._is_validated, self._is_hit = is_validated, is_hit
         self.rates: list[float] = []
 
@@ -228,7 +230,7 @@ class Counting(pl.Callback):
 
 def inputs() -> tuple[pl.LightningModule, DataLoader[Any], DataLoader[Any]]:
     train, validation = (DataLoader(RandomTokens(size), batch_size=12) for size in (12 * EPOCH, 12))
-    return Module(TINY, OptimizerConfig(lr=3e-2, warmup_steps=2)), train, validation
+    return Module(SMALL, OptimizerConfig(lr=3e-2, warmup_steps=2)), train, validation
 
 
 def decide(rank: int, world_size: int, faults: list[str], plan: Plan, final: int) -> list[Decided]:
@@ -262,7 +264,7 @@ FAULTS = ["", "hook", "before", "after"]
 
 @cache
 def decided(interval: float) -> list[Decided]:
-    (found,) = run_ranks(1, decide, FAULTS, Plan({"val_check_interval": interval}), 2 * EPOCH)
+    (found,) = run_pooled(1, decide, FAULTS, Plan({"val_check_interval": interval}), 2 * EPOCH)
     return list(found)
 
 
@@ -289,7 +291,7 @@ STOPS = {
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_an_end_within_an_epoch_is_repeated(stop: str) -> None:
-    (found,) = run_ranks(1, decide, ["", "hook", "before", "epoch"], STOPS[stop], STOP)
+    (found,) = run_pooled(1, decide, ["", "hook", "before", "epoch"], STOPS[stop], STOP)
     calm, *others = found
     assert (calm.best, calm.epochs) == (STOP, {EPOCH: EPOCH, STOP: STOP - EPOCH})
     for other in others:
@@ -298,7 +300,7 @@ def test_an_end_within_an_epoch_is_repeated(stop: str) -> None:
 
 def test_an_end_within_a_step_is_repeated() -> None:
     plan = Plan({"val_check_interval": 2, "accumulate_grad_batches": 2}, stops_at=EPOCH + 3)
-    ((calm, found),) = run_ranks(1, decide, ["", "epoch"], plan, 3)
+    ((calm, found),) = run_pooled(1, decide, ["", "epoch"], plan, 3)
     assert (calm.num_waits, calm.best, calm.ended, calm.epochs) == (3, 3, [1, 2, 3, 3], {2: EPOCH, 3: 3})
     assert found == calm
 
@@ -312,7 +314,7 @@ def test_an_end_within_a_step_is_repeated() -> None:
     ids=["after a step", "within one"],
 )
 def test_a_file_that_was_deleted_is_not_the_best_of_a_repeat(options: dict[str, Any], ended: list[int]) -> None:
-    (((found,)),) = run_ranks(1, decide, ["deleted"], Plan(options), 0)
+    (((found,)),) = run_pooled(1, decide, ["deleted"], Plan(options), 0)
     assert (found.best, found.ended) == (ended[-1], ended)
 
 
@@ -333,7 +335,7 @@ def rank_again(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_a_deleted_file_is_ranked_again_once_it_is_saved_again() -> None:
-    assert run_ranks(1, rank_again) == [[["step=4.ckpt"], ["step=2.ckpt", "step=4.ckpt"]]]
+    assert run_pooled(1, rank_again) == [[["step=4.ckpt"], ["step=2.ckpt", "step=4.ckpt"]]]
 
 
 class HeldIO(TorchCheckpointIO):
@@ -377,7 +379,7 @@ def save_later(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 
 def test_a_file_that_is_not_written_yet_stays_the_best_one() -> None:
-    assert run_ranks(1, save_later) == [("step=2.ckpt", ["step=2.ckpt"])]
+    assert run_pooled(1, save_later) == [("step=2.ckpt", ["step=2.ckpt"])]
 
 
 def resume_later(rank: int, world_size: int) -> tuple[str, list[str]]:
@@ -398,20 +400,20 @@ def resume_later(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 
 def test_a_file_that_an_earlier_process_has_deleted_is_not_the_best_of_a_repeat() -> None:
-    assert run_ranks(1, resume_later) == [("step=4.ckpt", ["step=4.ckpt"])]
+    assert run_pooled(1, resume_later) == [("step=4.ckpt", ["step=4.ckpt"])]
 
 
 @pytest.mark.parametrize("fault", ["hook", "batch"])
 def test_a_validation_within_a_step_is_repeated_with_its_batches(fault: str) -> None:
     plan = Plan({"val_check_interval": 3, "accumulate_grad_batches": 2})
-    ((calm, found),) = run_ranks(1, decide, ["", fault], plan, 0)
+    ((calm, found),) = run_pooled(1, decide, ["", fault], plan, 0)
     assert (calm.num_waits, calm.ended) == (1, [1, 3])
     assert found._replace(ended=sorted({*found.ended})) == calm
 
 
 def test_averages_of_an_epoch_count_repeated_batches_once() -> None:
     faults = [f"after step {step}" for step in (0, 1, EPOCH)]
-    ((calm, *found),) = run_ranks(1, decide, ["", *faults], Plan({}), 0)
+    ((calm, *found),) = run_pooled(1, decide, ["", *faults], Plan({}), 0)
     assert calm.epochs == {EPOCH: EPOCH, 2 * EPOCH: EPOCH}
     assert [each[:-1] for each in found] == [calm[:-1]] * len(faults)
 
@@ -425,7 +427,7 @@ def resume_often(rank: int, world_size: int, fault: str, starts: list[int]) -> l
         saver = LatestCheckpoint("latest", every_n_train_steps=1, save_top_k=-1)
         callbacks = [FaultRecovery(), Counting(fault if start == 0 else "", 0), saver]
         trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
-        trainer.fit(Module(TINY), inputs()[1], ckpt_path=f"latest/step-{start:07d}.ckpt" if start else None)
+        trainer.fit(Module(SMALL), inputs()[1], ckpt_path=f"latest/step-{start:07d}.ckpt" if start else None)
         found.append(trainer.global_step)
     return found
 
@@ -434,7 +436,7 @@ def resume_often(rank: int, world_size: int, fault: str, starts: list[int]) -> l
     ("fault", "starts"), [(f"after step {EPOCH}", [EPOCH + 2]), ("", [EPOCH, EPOCH + 2])], ids=["fault", "resume"]
 )
 def test_an_epoch_that_begins_in_a_resume_is_counted(fault: str, starts: list[int]) -> None:
-    assert run_ranks(1, resume_often, fault, starts) == [[2 * EPOCH] * (1 + len(starts))]
+    assert run_pooled(1, resume_often, fault, starts) == [[2 * EPOCH] * (1 + len(starts))]
 
 
 class Breaking(pl.Callback):
@@ -453,9 +455,9 @@ def break_off(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_validation_in_whose_middle_a_run_resumes_is_repeated(tmp_path: Path) -> None:
-    run_ranks(1, break_off, str(tmp_path))
+    run_pooled(1, break_off, str(tmp_path))
     plan = Plan({"val_check_interval": 0.5}, resumes_from=str(tmp_path / "middle.ckpt"))
-    ((calm, found),) = run_ranks(1, decide, ["", "first"], plan, 0)
+    ((calm, found),) = run_pooled(1, decide, ["", "first"], plan, 0)
     assert (calm.num_waits, calm.ended) == (3, [2, 4, 6, 8])
     assert found._replace(ended=sorted({*found.ended})) == calm
 
@@ -477,7 +479,7 @@ def plateaus(rank: int, world_size: int, *, is_validated: bool) -> list[list[flo
 @pytest.mark.parametrize("is_validated", [False, True], ids=["steps", "validations"])
 def test_a_plateau_counts_each_step_once(is_validated: bool) -> None:
     """The fault comes as all ranks are in the next batch, or perhaps not all of them."""
-    ((calm, later, sooner),) = run_ranks(1, partial(plateaus, is_validated=is_validated))
+    ((calm, later, sooner),) = run_pooled(1, partial(plateaus, is_validated=is_validated))
     assert calm == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
     assert later == [*calm[:4], *calm[3:]]
     assert sooner == calm
@@ -492,7 +494,7 @@ def lower_within_a_step(rank: int, world_size: int) -> list[float]:
 
 
 def test_a_plateau_counts_a_validation_within_a_step_once() -> None:
-    assert run_ranks(1, lower_within_a_step) == [[*[1.0] * (3 * EPOCH - 1), 0.5, 1.0, 0.5]]
+    assert run_pooled(1, lower_within_a_step) == [[*[1.0] * (3 * EPOCH - 1), 0.5, 1.0, 0.5]]
 
 
 class Interrupted(LatestCheckpoint):
@@ -535,7 +537,7 @@ def save_apart(rank: int, world_size: int) -> list[tuple[int, str]]:
     saver = Interrupted()
     callbacks = [FaultRecovery(), saver]
     trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=1, enable_checkpointing=True)
-    trainer.fit(Losing(TINY), inputs()[1])
+    trainer.fit(Losing(SMALL), inputs()[1])
     return saver.known
 
 
@@ -586,7 +588,7 @@ def stop_apart(rank: int, world_size: int) -> tuple[int, list[float]]:
     apart = Apart()
     callbacks = [stopping, FaultRecovery(), apart]
     trainer = make_trainer(rank, world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
-    trainer.fit(Ending(TINY), inputs()[1])
+    trainer.fit(Ending(SMALL), inputs()[1])
     return stopping.wait_count, apart.ends
 
 
