@@ -20,7 +20,7 @@ from moe_lightning.strategies import arithmetic_check
 from moe_lightning.strategies.arithmetic_check import Dispute
 from moe_lightning.strategies.products import Element, Products
 from tests.chaos.elastic_worker import state_digests
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer, train
 from tests.parameters import slow
 
@@ -48,7 +48,7 @@ def fit(rank: int, world_size: int, faulty: int, steps: range, every: int) -> tu
     warned = Warned()
     logging.getLogger("moe_lightning").addHandler(warned)
     options = {"check_arithmetic_every": every, "replicas": 2}
-    trainer = make_trainer(rank, world_size, options, callbacks=[Wrong(faulty, steps)], max_steps=8)
+    trainer = make_trainer(rank, world_size, options, callbacks=[Wrong(faulty, steps)], max_steps=5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
@@ -59,11 +59,11 @@ def fit(rank: int, world_size: int, faulty: int, steps: range, every: int) -> tu
 
 @pytest.mark.parametrize(("ranks", "faulty"), [(2, 0), (2, 1), (3, 2)])
 def test_a_rank_that_computes_wrong_is_named_at_the_next_check(ranks: int, faulty: int) -> None:
-    results = run_pooled(ranks, fit, faulty, range(4, 5), 2)
+    results = run_pooled(ranks, fit, faulty, range(2, 3), 2)
     assert [times for times, _ in results] == [int(rank == faulty) for rank in range(ranks)]
     (line,) = results[0][1]
     assert line.startswith(f"rank {faulty} has computed ")
-    assert " in the step after step 4: look at its processor; this step changes nothing" in line
+    assert " in the step after step 2: look at its processor; this step changes nothing" in line
     assert all(lines == [] for _, lines in results[1:])
 
 
@@ -78,7 +78,7 @@ def fit_calm(
         warnings.filterwarnings("error", message=".* computed ")
         train(
             rank, world_size, model=model, strategy={"check_arithmetic_every": every, **strategy}, trainer=options,
-            steps=steps, dataset_size=48, callbacks=[states],
+            steps=steps, dataset_size=24, callbacks=[states],
         )  # fmt: skip
     return found, states.last
 
@@ -113,8 +113,8 @@ class States(pl.Callback):
 def test_calm_runs_give_no_alarm_and_stay_as_they_are(
     ranks: int, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    checked = run_pooled(ranks, fit_calm, 1, strategy, options, 6)
-    assert checked == run_pooled(ranks, fit_calm, 0, strategy, options, 6)
+    checked = run_pooled(ranks, fit_calm, 1, strategy, options, 3)
+    assert checked == run_pooled(ranks, fit_calm, 0, strategy, options, 3)
 
 
 def count_exchanges(rank: int, world_size: int, every: int) -> tuple[int, int]:
@@ -132,15 +132,16 @@ def count_exchanges(rank: int, world_size: int, every: int) -> tuple[int, int]:
             nonlocal left
             left += torch._C._len_torch_dispatch_stack()
 
-    arithmetic_check.transfer = counting  # type: ignore[attr-defined]
-    trainer = make_trainer(rank, world_size, {"check_arithmetic_every": every}, callbacks=[Left()], max_steps=8)
-    trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic_check, "transfer", counting)
+        trainer = make_trainer(rank, world_size, {"check_arithmetic_every": every}, callbacks=[Left()], max_steps=8)
+        trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
     return counted, left
 
 
 @pytest.mark.parametrize(("every", "exchanges"), [(3, 2), (0, 0)])
 def test_steps_that_are_not_checked_exchange_nothing(every: int, exchanges: int) -> None:
-    assert run_ranks(2, count_exchanges, every) == [(exchanges, 0)] * 2
+    assert run_pooled(2, count_exchanges, every) == [(exchanges, 0)] * 2
 
 
 # ---------------------------------------------------------------------- products

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moe_lightning import auxiliary_loss
-from tests.distributed.harness import RankFailure, run_pooled, run_ranks
+from tests.distributed.harness import RankFailure, run_pooled
 from tests.distributed.same_training import TOLERANCE
 from tests.distributed.training import OwnModule, RandomTokens, Recorder, make_trainer, train
 from tests.parameters import slow
@@ -139,7 +139,7 @@ class FreezesOnce(Blocks):
     ],
 )
 def test_it_trains_as_on_one_rank(module: type[pl.LightningModule]) -> None:
-    options: dict[str, Any] = {"own_module": module, "steps": 6, "trainer": {"gradient_clip_val": 1.0}}
+    options: dict[str, Any] = {"own_module": module, "steps": 4, "trainer": {"gradient_clip_val": 1.0}}
     (alone,) = run_pooled(1, partial(train, **options))
     for result in run_pooled(2, partial(train, strategy=FSDP, **options)):
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=TOLERANCE)
@@ -209,7 +209,7 @@ def test_a_module_trains_on_after_an_error(place: str) -> None:
     alone, *ranks = [
         losses
         for size, strategy in ((1, {}), (2, FSDP))
-        for losses in run_ranks(size, partial(fail_and_go_on, place=place, strategy=strategy))
+        for losses in run_pooled(size, partial(fail_and_go_on, place=place, strategy=strategy))
     ]
     for losses in ranks:
         assert losses == pytest.approx(alone, abs=TOLERANCE)
