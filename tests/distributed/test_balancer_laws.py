@@ -187,7 +187,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_the_balancer_cannot_balance() -> None:
-    groups, manual, in_four_bits = run_ranks(2, refusals)[0]
+    groups, manual, in_four_bits = run_pooled(2, refusals)[0]
     assert "drop the strategy's ep_size" in groups
     assert "use automatic optimization, or drop the callback" in manual
     assert "set the balancer's shadows to none" in in_four_bits
@@ -217,7 +217,7 @@ def hooks_left(rank: int, world_size: int, *, fails: bool) -> list[str]:
 
 @pytest.mark.parametrize("fails", [slow(False), True])
 def test_no_hook_outlives_a_short_training(fails: bool) -> None:
-    assert run_ranks(2, partial(hooks_left, fails=fails)) == [[], []]
+    assert run_pooled(2, partial(hooks_left, fails=fails)) == [[], []]
 
 
 class Joins(pl.Callback):

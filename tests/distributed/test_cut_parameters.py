@@ -20,7 +20,7 @@ from moe_lightning import MoELayer, auxiliary_loss
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import fsdp
 from moe_lightning.strategies.expert_parallel import ExpertParallelStrategy
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.same_training import TOLERANCE, assert_same_training
 from tests.distributed.same_training import reference as plain_reference
 from tests.distributed.test_meshes import CASES, hooks_of, reference, run
@@ -29,13 +29,14 @@ from tests.parameters import slow
 
 
 def gathering_ahead(rank: int, world_size: int) -> dict[str, Any]:
-    fsdp._gathers_ahead = lambda device: True
-    return train(rank, world_size, strategy={"dense": "fsdp"}, **BRIEF | CASES["uneven"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "_gathers_ahead", lambda device: True)
+        return train(rank, world_size, strategy={"dense": "fsdp"}, **BRIEF | CASES["uneven"])
 
 
 def test_units_that_are_gathered_ahead_train_alike() -> None:
     """As on GPUs."""
-    assert_same_training(reference("uneven"), run_ranks(2, gathering_ahead))
+    assert_same_training(reference("uneven"), run_pooled(2, gathering_ahead))
 
 
 # ---------------------------------------------------------------------- users' modules
@@ -210,4 +211,4 @@ def refusal(rank: int, world_size: int) -> str:
 
 
 def test_an_optimizer_over_whole_parameters_is_refused() -> None:
-    assert all("Adafactor" in found for found in run_ranks(2, refusal))
+    assert all("Adafactor" in found for found in run_pooled(2, refusal))

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.strategies import fsdp
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.same_training import CASES, assert_replicas_identical
 from tests.distributed.training import BRIEF_ACCUMULATION, train
 from tests.parameters import slow
@@ -47,9 +47,10 @@ def both(rank: int, world_size: int, *, strategy: dict[str, Any], **options: Any
     """A training with weights gathered in float32, and as they are gathered by themselves."""
     own, results = fsdp._autocasts, []
     for autocasts in (lambda module: False, own):
-        fsdp._autocasts = autocasts
         seen = Gathered()
-        result = train(rank, world_size, strategy=strategy, callbacks=[seen], **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fsdp, "_autocasts", autocasts)
+            result = train(rank, world_size, strategy=strategy, callbacks=[seen], **options)
         results.append(result | {"computed": seen.computed, "kept": seen.kept})
     return results
 
@@ -70,8 +71,8 @@ def both(rank: int, world_size: int, *, strategy: dict[str, Any], **options: Any
 def test_gathered_in_bfloat16_the_training_is_the_same_to_the_bit(
     ranks: int, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    alone = run_ranks(1, partial(train, **options))[0]
-    results = run_ranks(ranks, partial(both, strategy=strategy, **options))
+    alone = run_pooled(1, partial(train, **options))[0]
+    results = run_pooled(ranks, partial(both, strategy=strategy, **options))
     for stock, ours in results:
         assert ours["losses"] == stock["losses"]
         assert ours["gradient_norms"] == stock["gradient_norms"]
