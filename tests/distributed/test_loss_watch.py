@@ -37,7 +37,7 @@ from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.training import Numbered, OwnModule, RandomTokens, Recorder, make_trainer, stepped
 from tests.parameters import slow
 
-BAD = 77
+BAD = 29
 """A sample of which the loss is no number."""
 
 
@@ -91,7 +91,7 @@ class Module(OwnModule):
 
 def fit(rank: int, world_size: int, stop: str | None, options: dict[str, Any]) -> dict[str, Any]:
     recorder, text = Recorder(), io.StringIO()
-    trainer = make_trainer(rank, world_size, {"stop_on_nan": stop, **options}, callbacks=[recorder], max_steps=8)
+    trainer = make_trainer(rank, world_size, {"stop_on_nan": stop, **options}, callbacks=[recorder], max_steps=4)
     module, told = Module(), ""
     with contextlib.redirect_stderr(text):
         try:
@@ -131,14 +131,14 @@ def test_a_spike_is_one_sentence_and_calm_losses_none() -> None:
 
 
 def words_of(rank_of_bad: int) -> str:
-    samples = range(72, 78) if rank_of_bad == 0 else range(78, 84)
+    samples = range(24, 30) if rank_of_bad == 0 else range(30, 36)
     listed = ", ".join(map(str, samples))
-    return f"the loss is nan on rank {rank_of_bad} in the step after step 6 (samples {listed} of the data set)"
+    return f"the loss is nan on rank {rank_of_bad} in the step after step 2 (samples {listed} of the data set)"
 
 
 def test_it_is_told_once() -> None:
     found = run_ranks(2, fit, None, {})
-    assert [result["steps"] for result in found] == [8, 8]
+    assert [result["steps"] for result in found] == [4, 4]
     assert not found[0]["whole"]
     told = [line for result in found for line in result["text"].splitlines() if "the loss is" in line]
     assert told == [f"warning: {words_of(0)}; training continues: stop_on_nan=end or skip would stop it"]
@@ -146,8 +146,8 @@ def test_it_is_told_once() -> None:
 
 @pytest.mark.parametrize("options", [{}, slow({"dense": "fsdp"}), slow({"dense": "zero1"})])
 def test_the_run_ends_before_the_update(options: dict[str, Any]) -> None:
-    found = run_ranks(2, fit, "end", options)
-    assert [result["steps"] for result in found] == [6, 6]
+    found = run_pooled(2, fit, "end", options)
+    assert [result["steps"] for result in found] == [2, 2]
     assert all(result["whole"] for result in found)
     assert all(result["told"].startswith(f"{words_of(0)}: the run ends before this update") for result in found)
 
@@ -155,7 +155,7 @@ def test_the_run_ends_before_the_update(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, slow({"dense": "fsdp"}), slow({"dense": "zero1"})])
 def test_the_update_is_left_out(options: dict[str, Any]) -> None:
     found = run_pooled(2, fit, "skip", options)
-    assert [(result["told"], result["steps"], result["whole"]) for result in found] == [("", 8, True)] * 2
+    assert [(result["told"], result["steps"], result["whole"]) for result in found] == [("", 4, True)] * 2
 
 
 def test_the_samples_of_a_slice_are_those_of_its_batch() -> None:
@@ -175,7 +175,7 @@ def fit_gradients(
     rank: int, world_size: int, value: float, module: dict[str, Any], options: dict[str, Any], trainer: dict[str, Any]
 ) -> dict[str, Any]:
     recorder, text = Recorder(), io.StringIO()
-    running = make_trainer(rank, world_size, options, callbacks=[recorder], max_steps=8, **trainer)
+    running = make_trainer(rank, world_size, options, callbacks=[recorder], max_steps=4, **trainer)
     own, told = BadGradient(value, **module), ""
     with contextlib.redirect_stderr(text), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -184,13 +184,13 @@ def fit_gradients(
         except NonFiniteLossError as error:
             told = str(error)
     is_whole = all(bool(t.isfinite().all()) for t in own.state_dict().values() if t.is_floating_point())
-    before, after = own.kept[6], own.kept[-1]
+    before, after = own.kept[2], own.kept[-1]
     changed = [name for name, tensor in before.items() if not tensor.equal(after[name])]
     found = {"told": told, "steps": running.global_step, "whole": is_whole, "text": text.getvalue()}
     return found | {"changed": changed}
 
 
-SAMPLES = {1: "samples 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83", 2: "samples 72, 73, 74, 75, 76, 77"}
+SAMPLES = {1: "samples 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35", 2: "samples 24, 25, 26, 27, 28, 29"}
 CASES: list[Any] = [
     (1, {}, {}, {}),
     (1, {"manual": True}, {}, {}),
@@ -211,7 +211,7 @@ def test_an_update_with_such_gradients_is_left_out(
     ranks: int, module: dict[str, Any], options: dict[str, Any], trainer: dict[str, Any], value: float
 ) -> None:
     found = run_pooled(ranks, fit_gradients, value, module, {"stop_on_nan": "skip", **options}, trainer)
-    assert [(result["told"], result["steps"], result["whole"]) for result in found] == [("", 8, True)] * ranks
+    assert [(result["told"], result["steps"], result["whole"]) for result in found] == [("", 4, True)] * ranks
     assert [result["changed"] for result in found] == [[]] * ranks
 
 
@@ -222,13 +222,13 @@ def test_an_update_with_such_gradients_is_left_out(
 def test_such_gradients_end_the_run_before_the_update(
     ranks: int, module: dict[str, Any], options: dict[str, Any], trainer: dict[str, Any]
 ) -> None:
-    found = run_ranks(ranks, fit_gradients, math.nan, module, {"stop_on_nan": "end", **options}, trainer)
-    assert [(result["steps"], result["whole"]) for result in found] == [(6, True)] * ranks
+    found = run_pooled(ranks, fit_gradients, math.nan, module, {"stop_on_nan": "end", **options}, trainer)
+    assert [(result["steps"], result["whole"]) for result in found] == [(2, True)] * ranks
     for told in (result["told"] for result in found):
         assert told.startswith("the gradient of norm.bias is not finite (nor those of 2 other parameters) ")
-        assert "in the step after step 6" in told
+        assert "in the step after step 2" in told
         if options.get("dense") != "fsdp":
-            assert f"on rank 0 in the step after step 6 ({SAMPLES[ranks]} of the data set)" in told
+            assert f"on rank 0 in the step after step 2 ({SAMPLES[ranks]} of the data set)" in told
 
 
 class BadExpert(OwnModule):
@@ -250,7 +250,7 @@ def fit_bad_expert(rank: int, world_size: int) -> str:
 
 
 def test_gradients_of_one_rank_are_named_on_all() -> None:
-    told = run_ranks(2, fit_bad_expert)
+    told = run_pooled(2, fit_bad_expert)
     assert told[0] == told[1]
     assert ".experts." in told[0]
     assert "is not finite" in told[0]
@@ -262,7 +262,7 @@ def test_without_stop_such_gradients_are_warned_of_once(trainer: dict[str, Any])
     told = [line for result in found for line in result["text"].splitlines() if "warning:" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: the gradient of norm.bias is not finite (nor those of 2 other parameters) ")
-    assert "summed over 2 ranks, in the step after step 6; training continues" in told[0]
+    assert "summed over 2 ranks, in the step after step 2; training continues" in told[0]
 
 
 class Counting(torch.optim.SGD):
@@ -283,11 +283,11 @@ class Counted(BadGradient):
 
 
 def test_a_step_that_is_left_out_is_none_of_the_optimizer() -> None:
-    trainer = make_trainer(0, 1, {"stop_on_nan": "skip"}, max_steps=8)
+    trainer = make_trainer(0, 1, {"stop_on_nan": "skip"}, max_steps=4)
     module = Counted(math.nan)
     trainer.fit(module, DataLoader(Numbered(), batch_size=12))
-    assert (trainer.global_step, trainer.optimizers[0].param_groups[0]["made"]) == (8, 7)
-    assert all(before.equal(module.kept[7][name]) for name, before in module.kept[6].items())
+    assert (trainer.global_step, trainer.optimizers[0].param_groups[0]["made"]) == (4, 3)
+    assert all(before.equal(module.kept[3][name]) for name, before in module.kept[2].items())
 
 
 class TwoOptimizers(BadGradient):
@@ -356,7 +356,7 @@ def test_layers_that_a_step_does_not_call_count_nothing() -> None:
 
 
 def test_ranks_of_a_new_world_have_counted_the_same_tokens() -> None:
-    assert run_ranks(2, counted) == [[6, 10]] * 2
+    assert run_pooled(2, counted) == [[6, 10]] * 2
 
 
 def test_what_a_ledger_has_recorded_is_not_counted_again() -> None:
@@ -395,7 +395,7 @@ def count_on(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_rank_that_joins_after_a_return_to_a_checkpoint_counts_as_the_others_do() -> None:
-    first, joined = run_ranks(2, count_on)
+    first, joined = run_pooled(2, count_on)
     assert first == joined
     assert first["lost"] == [3]
 
@@ -424,7 +424,7 @@ def lose_what_some_have_seen(rank: int, world_size: int, seen: list[list[int]]) 
 @pytest.mark.parametrize("seen", [[[10, 0], [0, 10]], [[10, 10], [0, 0]]], ids=["two stages", "missed the end"])
 def test_all_ranks_lose_the_tokens_that_one_of_them_has_seen(seen: list[list[int]]) -> None:
     expected = [0, 10], [[10, 10, 10, 10], [10, 10, 0, 10]], pytest.approx(10 / 1000 / 2)
-    assert run_ranks(2, lose_what_some_have_seen, seen) == [expected] * 2
+    assert run_pooled(2, lose_what_some_have_seen, seen) == [expected] * 2
 
 
 def begin(lost: LostTokens, world_size: int = 1) -> None:
@@ -479,7 +479,7 @@ def lose_before_the_first_save(rank: int, world_size: int) -> Any:
 
 
 def test_a_rank_that_has_joined_loses_tokens_as_the_others_do() -> None:
-    assert run_ranks(2, lose_before_the_first_save) == [([3], [[1, 2, 0, 4]], pytest.approx(3 / 1000), None)] * 2
+    assert run_pooled(2, lose_before_the_first_save) == [([3], [[1, 2, 0, 4]], pytest.approx(3 / 1000), None)] * 2
 
 
 def test_counts_that_a_rank_received_go_with_a_return_to_a_saved_step() -> None:
