@@ -15,7 +15,7 @@ from moe_lightning import ConfigurationError, ExpertParallelStrategy, FaultRecov
 from moe_lightning.elastic.membership import ElasticTask
 from moe_lightning.elastic.rendezvous_host import RendezvousServer
 from moe_lightning.strategies import expert_parallel
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer, quiet_trainer
 
 
@@ -100,7 +100,7 @@ def change_and_use(rank: int, world_size: int) -> bool:
 
 
 def test_what_is_loaded_after_training_counts() -> None:
-    assert run_ranks(2, change_and_use) == [True, True]
+    assert run_pooled(2, change_and_use) == [True, True]
 
 
 class Asking(pl.Callback):

@@ -85,7 +85,7 @@ class Halved(Base):
 
 
 def test_weights_in_float16_train() -> None:
-    (expected,) = run_ranks(1, in_half, None)
+    (expected,) = run_pooled(1, in_half, None)
     assert run_pooled(1, in_half, {}) == [expected]
     for found in run_pooled(2, in_half, {}):
         np.testing.assert_allclose(found, expected, rtol=0, atol=0.02)
@@ -105,7 +105,7 @@ def with_unused(rank: int, world_size: int) -> str:
 
 
 def test_advice_names_our_strategy() -> None:
-    for said in run_ranks(2, with_unused):
+    for said in run_pooled(2, with_unused):
         assert "ExpertParallelStrategy(find_unused_parameters=True)" in said
         assert "DDPStrategy" not in said.replace("ExpertParallelStrategy", "")
 
@@ -163,7 +163,7 @@ def with_objects(rank: int, world_size: int, path: Path, weights_only: bool | No
 def test_objects_are_unpickled_when_the_user_says_so(
     world_size: int, weights_only: bool | None, tmp_path: Path
 ) -> None:
-    (told, outcome), *others = run_ranks(world_size, with_objects, tmp_path / "one.ckpt", weights_only)
+    (told, outcome), *others = run_pooled(world_size, with_objects, tmp_path / "one.ckpt", weights_only)
     assert len(told) == 1
     assert told[0].startswith("the values hyper_parameters['anything'] (")
     for found in (outcome, *(other for _, other in others)):
@@ -209,4 +209,4 @@ def validated_by_time(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_validation_is_due_by_the_clock_of_any_rank(world_size: int) -> None:
-    assert run_ranks(world_size, validated_by_time) == [[2]] * world_size
+    assert run_pooled(world_size, validated_by_time) == [[2]] * world_size

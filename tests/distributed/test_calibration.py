@@ -11,7 +11,7 @@ import torch
 from moe_lightning.callbacks import calibration
 from moe_lightning.callbacks.calibration import assumed_costs, calibrate, measure_exchange
 from moe_lightning.moe.layer import MoELayer
-from tests.distributed.harness import connect, run_pooled, run_ranks
+from tests.distributed.harness import connect, run_pooled
 
 
 def measure(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str, float], float]:
@@ -43,16 +43,17 @@ def measure_on_other_processors(rank: int, world_size: int) -> tuple[list[dict[s
         line = stock(amounts, times)
         return dataclasses.replace(line, per_unit_s=line.per_unit_s * (1 + 1e-12 * rank), mean_error=float(rank))
 
-    calibration.fit_line = fitted  # type: ignore[assignment]
     layer = MoELayer(16, 32, 4)
     generator = torch.get_rng_state()
-    costs, errors = calibrate([layer], connect(), torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "fit_line", fitted)
+        costs, errors = calibrate([layer], connect(), torch.float32)
     assert torch.equal(generator, torch.get_rng_state()), "a resumed run would draw other numbers"
     return [dataclasses.asdict(block) for block in costs], errors
 
 
 def test_all_ranks_take_the_lines_of_one() -> None:
-    first, second = run_ranks(2, measure_on_other_processors)
+    first, second = run_pooled(2, measure_on_other_processors)
     assert first == second
     assert first[1]["exchange"] == 0.0
 

@@ -18,7 +18,7 @@ from moe_lightning.parallel.collectives import check_versions, fingerprint, requ
 from moe_lightning.strategies.placed_experts import PlacedExperts, PlacementOptions
 from moe_lightning.strategies.stages import StageMap
 from moe_lightning.strategies.worlds import Worlds
-from tests.distributed.harness import connect, run_pooled, run_ranks
+from tests.distributed.harness import connect, run_pooled
 from tests.distributed.training import OwnModule
 
 EXPERTS = 4
@@ -100,9 +100,9 @@ def test_no_expert_moves_to_where_not_all_ranks_want_it(num_more: int) -> None:
 
 def meet_with(rank: int, world_size: int, name: str, version: str, recovers: bool) -> tuple[str, list[str]]:
     own = collectives.versions()
-    if rank == 1:
-        collectives.versions = lambda: own | {name: version}  # type: ignore[assignment]
-    with warnings.catch_warnings(record=True) as caught:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        if rank == 1:
+            patch.setattr(collectives, "versions", lambda: own | {name: version})
         warnings.simplefilter("always")
         try:
             check_versions(connect(), recovers=recovers)
@@ -116,21 +116,21 @@ OTHERS = [("moe-lightning", "0.0.9"), ("Python", "3.99.1"), ("NumPy", "1.26.0"),
 
 @pytest.mark.parametrize(("name", "version"), OTHERS)
 def test_another_version_is_refused_on_all_ranks(name: str, version: str) -> None:
-    first, second, third = run_ranks(3, meet_with, name, version, False)
+    first, second, third = run_pooled(3, meet_with, name, version, False)
     ours = collectives.versions()[name]
     sentence = f"rank 1 has {name} {version} where rank 0 has {ours}, and would plan otherwise: install the same on all"
     assert first == second == third == (sentence, [])
 
 
 def test_an_elastic_world_goes_on_without_the_rank_of_another_version() -> None:
-    first, second = run_ranks(2, meet_with, *OTHERS[1], True)
+    first, second = run_pooled(2, meet_with, *OTHERS[1], True)
     assert second[0].startswith("rank 1 has Python 3.99.1 where rank 0 has")
     assert first == ("", [second[0]])
 
 
 def test_another_patch_is_not_worth_a_word() -> None:
     version = ".".join([*np.__version__.split(".")[:2], "99"])
-    assert run_ranks(2, meet_with, "NumPy", version, False) == [("", [])] * 2
+    assert run_pooled(2, meet_with, "NumPy", version, False) == [("", [])] * 2
 
 
 # ---------------------------------------------------------------------- hashes

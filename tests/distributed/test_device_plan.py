@@ -16,7 +16,7 @@ from moe_lightning.dispatch.quota import ShadowPlan
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.moe.layer import MoELayer
 from moe_lightning.parallel.context import World
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled
 from tests.distributed.test_dispatch import D_MODEL, inputs_of, random_case
 from tests.parameters import slow
 
@@ -62,7 +62,7 @@ def check_cases(rank: int, world_size: int, first: int, last: int) -> int:
 
 @pytest.mark.parametrize(("world_size", "cases"), [(3, 12), slow(2, 60), slow(4, 60)])
 def test_every_assignment_is_computed_exactly_once(world_size: int, cases: int) -> None:
-    assert sum(run_ranks(world_size, check_cases, 0, cases)) > 100
+    assert sum(run_pooled(world_size, check_cases, 0, cases)) > 100
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
@@ -106,7 +106,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_it_does_not_do_is_a_sentence() -> None:
-    told = run_ranks(2, refusals)[0]
+    told = run_pooled(2, refusals)[0]
     parts = (
         "does not support dispatch groups", "dispatch='padded'", "elastic runs", "unequal speeds", "shadows",
         "read the counts", "room for the 2 tokens that a rank had at first, but this",

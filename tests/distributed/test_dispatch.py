@@ -16,7 +16,7 @@ from moe_lightning.dispatch.dispatcher import Dispatcher
 from moe_lightning.dispatch.placement import Placement, dispatch_groups, uniform_placement
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.parallel.context import World
-from tests.distributed.harness import connect, run_pooled, run_ranks
+from tests.distributed.harness import connect, run_pooled
 
 CASES = 25
 D_MODEL = 3
@@ -126,7 +126,7 @@ def check_second_derivatives(rank: int, world_size: int) -> None:
 
 
 def test_second_derivatives_pass_through_both_exchanges() -> None:
-    run_ranks(2, check_second_derivatives)  # which asserts on every rank
+    run_pooled(2, check_second_derivatives)  # which asserts on every rank
 
 
 def tokens_stay_in_their_precision(rank: int, world_size: int) -> tuple[torch.dtype, bool]:
@@ -161,7 +161,7 @@ def wrong_dispatchers(rank: int, world_size: int) -> list[str]:
 
 
 def test_wrong_dispatchers() -> None:
-    size, backend, group = run_ranks(2, wrong_dispatchers)[0]
+    size, backend, group = run_pooled(2, wrong_dispatchers)[0]
     assert "3 ranks" in size
     assert "2 are running" in size
     assert "dispatch='exchanges' is not a known dispatch (did you mean 'exchange'?): use one of exchange" in backend

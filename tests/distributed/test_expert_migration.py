@@ -196,7 +196,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_wrong_placements_are_refused_before_anything_moves() -> None:
-    crowded, missing, foreign, none = run_ranks(2, refusals)[0]
+    crowded, missing, foreign, none = run_pooled(2, refusals)[0]
     assert "puts 6 experts on rank 0, which keeps 4 slots: raise the strategy's slots" in crowded
     assert "0 placements do not fit the 1 MoE layers of the model" in missing
     assert "has shape (6, 3), but this run needs (6, 2)" in foreign
@@ -216,7 +216,7 @@ def move_to_neighbours(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def test_a_source_on_the_own_node_is_taken_when_experts_move_in_training() -> None:
-    reports = run_ranks(4, move_to_neighbours)
+    reports = run_pooled(4, move_to_neighbours)
     assert [moved for moved, _ in reports] == [2] * 4
     sent = [sent for _, sent in reports]
     assert sent[0] > 0
@@ -230,7 +230,7 @@ def too_few(rank: int, world_size: int) -> str:
 
 
 def test_too_few_slots_for_the_first_placement() -> None:
-    assert "slots=2 cannot hold the 3 experts" in run_ranks(2, too_few)[0]
+    assert "slots=2 cannot hold the 3 experts" in run_pooled(2, too_few)[0]
 
 
 def place_in_a_world_of_unlike_rooms(rank: int, world_size: int) -> list[str | None]:
@@ -253,6 +253,6 @@ def place_in_a_world_of_unlike_rooms(rank: int, world_size: int) -> list[str | N
 
 
 def test_ranks_that_come_with_unlike_rooms_decide_alike() -> None:
-    first, second = run_ranks(2, place_in_a_world_of_unlike_rooms)
+    first, second = run_pooled(2, place_in_a_world_of_unlike_rooms)
     assert first == second == [None, first[1]]
     assert "puts 6 experts on rank 0, which keeps 5 slots" in first[1]

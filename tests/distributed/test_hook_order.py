@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_lightning import ConfigurationError
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.test_users_modules import Base, Options, Seen, tokens, trainer_of
 from tests.distributed.training import make_trainer
 from tests.parameters import slow
@@ -167,23 +167,24 @@ def test_a_module_that_is_only_connected_is_saved(tmp_path: Path) -> None:
 def saved_by_another_trainer(rank: int, world_size: int, folder: Path, most_bytes: int) -> Any:
     from moe_lightning.strategies import expert_parallel
 
-    expert_parallel.gather_limit = lambda _: most_bytes  # type: ignore[assignment]
-    trainer = make_trainer(rank, world_size, {}, max_steps=2)
-    module = fitted(trainer, Base())
-    whole = trainer.strategy.lightning_module_state_dict()
-    if rank:
-        return None
-    other = make_trainer(0, 1)
-    other.strategy.connect(module)
-    try:
-        other.save_checkpoint(folder / "one.ckpt")
-    except ConfigurationError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_parallel, "gather_limit", lambda _: most_bytes)
+        trainer = make_trainer(rank, world_size, {}, max_steps=2)
+        module = fitted(trainer, Base())
+        whole = trainer.strategy.lightning_module_state_dict()
+        if rank:
+            return None
+        other = make_trainer(0, 1)
+        other.strategy.connect(module)
+        try:
+            other.save_checkpoint(folder / "one.ckpt")
+        except ConfigurationError as error:
+            return str(error)
     saved: dict[str, Tensor] = torch.load(folder / "one.ckpt", weights_only=True)["state_dict"]
     return all(torch.equal(saved[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize(("most_bytes", "expected"), [(1 << 30, True), (0, "holds experts [0, 1, 2] of 6 only: save")])
 def test_one_rank_saves_the_whole_model_or_says_why_not(tmp_path: Path, most_bytes: int, expected: object) -> None:
-    found, _ = run_ranks(2, saved_by_another_trainer, tmp_path, most_bytes)
+    found, _ = run_pooled(2, saved_by_another_trainer, tmp_path, most_bytes)
     assert found is True if expected is True else str(expected) in found
