@@ -319,20 +319,35 @@ class Named(GPTModule):
         self.log("batch/end", 300.0, sync_dist=True)
 
 
-def log_by_name(rank: int, world_size: int, run: Run, batches: int) -> dict[str, float]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    take_part("named", run.worlds, rank, Path.cwd() / "named")
-    options: dict[str, Any] = {"max_steps": STEPS, "limit_train_batches": batches}
-    trainer = make_trainer(rank, world_size, callbacks=[Changing(run), FaultRecovery()], **options)
-    trainer.fit(Named(MODEL, OptimizerConfig(lr=3e-3)), DataLoader(RandomTokens(), batch_size=12))
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("batch/")}
+BATCHES = (2, 3)
+"""Of an epoch."""
 
 
-@pytest.mark.parametrize("batches", [2, 3])
+def log_by_name(rank: int, world_size: int, run: Run) -> list[dict[str, float]]:
+    found = []
+    store = dist.FileStore(str(Path.cwd() / "runs"), -1)
+    for batches in BATCHES:
+        store_barrier(store, f"begin {batches}", world_size, PATIENCE_S)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        take_part(f"named {batches}", run.worlds, rank, Path.cwd() / f"named {batches}")
+        options: dict[str, Any] = {"max_steps": STEPS, "limit_train_batches": batches}
+        trainer = make_trainer(rank, world_size, callbacks=[Changing(run), FaultRecovery()], **options)
+        trainer.fit(Named(MODEL, OptimizerConfig(lr=3e-3)), DataLoader(RandomTokens(), batch_size=12))
+        metrics = trainer.callback_metrics
+        found.append({name: float(value) for name, value in metrics.items() if name.startswith("batch/")})
+    return found
+
+
+@cache
+def logged() -> list[list[dict[str, float]]]:
+    return run_ranks(3, log_by_name, Run(worlds=((0, 1), (0, 1, 2)), changes=(1,)))
+
+
+@pytest.mark.parametrize("batches", BATCHES)
 def test_a_rank_that_joins_within_an_epoch_averages_what_it_has_logged(batches: int) -> None:
     """It begins with another name than the others, and does not log that of the first batch before the next epoch."""
-    found = run_ranks(3, log_by_name, Run(worlds=((0, 1), (0, 1, 2)), changes=(1,)), batches)
+    found = [metrics[BATCHES.index(batches)] for metrics in logged()]
     averages = {"batch/even": (2 + 2 + 2) / (2 + 2 + 1) if batches == 3 else 0.0, "batch/odd": 1.0, "batch/end": 300.0}
     everywhere = pytest.approx({**averages, "batch/first": 5.0})
     assert found[0] == found[1] == everywhere

@@ -21,7 +21,7 @@ from tests.parameters import slow
 
 
 def step_loader() -> StepLoader:
-    return StepLoader(RandomTokens(96), StepSampler(num_samples=96, global_batch_size=12, seed=3))
+    return StepLoader(RandomTokens(48), StepSampler(num_samples=48, global_batch_size=12, seed=3))
 
 
 class Factored(torch.optim.Optimizer):
@@ -64,7 +64,7 @@ def fit(
     strategy: dict[str, Any] | None,
     *,
     kind: str = "gpt",
-    steps: int = 5,
+    steps: int = 3,
     ckpt_path: str | None = None,
     save_to: str | None = None,
 ) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _call(rank: int, world_size: int, strategy: dict[str, Any] | None, options: 
 
 @cache
 def reference(kind: str) -> dict[str, Any]:
-    return run(1, None, kind=kind, steps=10)
+    return run(1, None, kind=kind, steps=6)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def reference(kind: str) -> dict[str, Any]:
 def test_stock_lightning_resumes_what_ranks_wrote(writers: int, strategy: dict[str, Any], tmp_path: Path) -> None:
     path = str(tmp_path / "ranks.ckpt")
     run(writers, strategy, save_to=path)
-    result = run(1, None, steps=10, ckpt_path=path)
-    np.testing.assert_allclose(result["losses"], reference("gpt")["losses"][5:], rtol=0, atol=1e-5)
+    result = run(1, None, steps=6, ckpt_path=path)
+    np.testing.assert_allclose(result["losses"], reference("gpt")["losses"][3:], rtol=0, atol=1e-5)
     assert_close(result["state"], reference("gpt")["state"])
 
 
@@ -123,8 +123,8 @@ def test_ranks_resume_what_stock_lightning_wrote(tmp_path: Path) -> None:
     path = str(tmp_path / "stock.ckpt")
     run(1, None, save_to=path)
     for world_size, strategy in ((4, {"dense": "zero1"}), (2, {"replicas": 2}), (1, {})):
-        result = run(world_size, strategy, steps=10, ckpt_path=path)
-        np.testing.assert_allclose(result["losses"], reference("gpt")["losses"][5:], rtol=0, atol=1e-5)
+        result = run(world_size, strategy, steps=6, ckpt_path=path)
+        np.testing.assert_allclose(result["losses"], reference("gpt")["losses"][3:], rtol=0, atol=1e-5)
         assert_close(result["state"], reference("gpt")["state"])
 
 
@@ -138,7 +138,7 @@ def test_factored_optimizer_states_follow_their_experts(tmp_path: Path) -> None:
     for index, entry in one.items():
         for name, value in entry.items():
             assert two[index][name].shape == value.shape, f"{index}/{name}"
-    resumed = run(2, {"replicas": 2}, kind="factored", steps=7, ckpt_path=path)
+    resumed = run(2, {"replicas": 2}, kind="factored", steps=5, ckpt_path=path)
     assert len(resumed["losses"]) == 2
 
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_holds_plain_values_only(tmp_path: Path) -> None:
     path = tmp_path / "plain.ckpt"
     run(2, {}, save_to=str(path))
     checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["global_step"] == 5
+    assert checkpoint["global_step"] == 3
     experts = checkpoint["state_dict"]["model.blocks.0.feed_forward.experts.w_up"]
     assert experts.shape[0] == 6, "the stack of all experts"
     assert experts.untyped_storage().nbytes() == experts.nbytes, "no other tensor's memory is saved with it"
@@ -219,7 +219,7 @@ def damaged(folder: Path, good: Path) -> dict[str, Path]:
 def resume_from(rank: int, world_size: int, paths: list[str]) -> list[tuple[str, str]]:
     outcomes = []
     for path in paths:
-        trainer = make_trainer(rank, world_size, {}, max_steps=6)
+        trainer = make_trainer(rank, world_size, {}, max_steps=4)
         try:
             trainer.fit(tiny_gpt(), step_loader(), ckpt_path=path)
             outcomes.append(("trained", ""))

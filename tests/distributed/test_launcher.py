@@ -86,9 +86,11 @@ def test_a_crash_brings_its_traceback_and_ends_the_others(tmp_path: Path) -> Non
     assert (failure.rank, failure.kind, failure.details) == (1, "crash", "Traceback: ...")
 
 
-def test_a_rank_without_a_word_is_told_by_its_code_and_log(tmp_path: Path) -> None:
+def test_a_rank_without_a_word_is_told_by_its_code_and_log_which_is_private(tmp_path: Path) -> None:
     failure = _failure("silent", tmp_path)
     assert (failure.rank, failure.message, failure.details) == (1, "rank 1 exited with code 3", "last words")
+    assert (tmp_path / "logs").stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
 
 
 def test_a_killed_rank_is_told_by_its_signal(tmp_path: Path) -> None:
@@ -110,12 +112,6 @@ def test_a_log_is_read_from_its_end(tmp_path: Path) -> None:
     assert failure.details.endswith("\nlast words")
 
 
-def test_logs_are_private(tmp_path: Path) -> None:
-    _failure("silent", tmp_path)
-    assert (tmp_path / "logs").stat().st_mode & 0o077 == 0
-    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "logs").iterdir())
-
-
 @dataclass
 class Command:
     """A launcher in a process of its own, and its two ranks."""
@@ -132,7 +128,11 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]
 
 @contextmanager
 def _launched(behaviour: str, folder: Path, *, first: str = "") -> Iterator[Command]:
-    """A launcher whose two ranks wait; where something is run first, its process is forked, which imports nothing."""
+    """A launcher whose two ranks wait, in a forked process, which imports nothing.
+
+    Args:
+        first: code that is run before.
+    """
     os.mkfifo(folder / "ready")
     options = f"num_ranks=2, log_dir=Path({str(folder)!r}), module={LAUNCHED!r}, grace_s={GRACE_S}"
     code = (
@@ -145,11 +145,7 @@ def _launched(behaviour: str, folder: Path, *, first: str = "") -> Iterator[Comm
         "except Interrupted as stop:\n    raise SystemExit(128 + stop.signal)\n"
     )
     (folder / "launch.py").write_text(code)
-    with (
-        ForkedProgram(str(folder / "launch.py"), folder=ROOT, forks_ranks=False)
-        if first
-        else Program(folder / "launch.py", folder=ROOT)
-    ) as program:
+    with ForkedProgram(str(folder / "launch.py"), folder=ROOT, forks_ranks=False) as program:
         pids: list[int] = []
         with (folder / "ready").open() as pipe:
             while len(pids) < 2:
@@ -162,7 +158,7 @@ def _launched(behaviour: str, folder: Path, *, first: str = "") -> Iterator[Comm
 @pytest.mark.parametrize("command", ["waiting"], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_a_signal_ends_everything(command: Command, number: signal.Signals) -> None:
-    command.program.process.send_signal(number)
+    os.kill(command.program.process.pid, number)
     assert command.program.end().returncode == 128 + number
     assert command.ranks.all_end(timeout_s=0)
 
@@ -261,9 +257,9 @@ def test_ranks_may_save_when_a_user_or_a_scheduler_ends_them(
 @linux
 @pytest.mark.parametrize("command", ["stubborn"], indirect=True)
 def test_a_second_signal_ends_stubborn_ranks_at_once(command: Command) -> None:
-    command.program.process.send_signal(signal.SIGINT)
+    os.kill(command.program.process.pid, signal.SIGINT)
     assert not command.ranks.all_end(timeout_s=0.5)
-    command.program.process.send_signal(signal.SIGINT)
+    os.kill(command.program.process.pid, signal.SIGINT)
     assert command.program.end(GRACE_S / 2).returncode == 128 + signal.SIGINT
     assert command.ranks.all_end(timeout_s=0)
 

@@ -107,7 +107,13 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 def live(
-    folder: Path, world_size: int, callbacks: Sequence[pl.Callback], *, draws: bool = True, **options: Any
+    folder: Path,
+    world_size: int,
+    callbacks: Sequence[pl.Callback],
+    *,
+    draws: bool = True,
+    pooled: bool = False,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """One start of a run.
 
@@ -116,7 +122,7 @@ def live(
     """
     noise = [DrawNoise()] if draws else []
     function = partial(train, callbacks=[Diary(folder), *noise, *callbacks], **{**OPTIONS, **options})
-    results: list[dict[str, Any]] = run_ranks(world_size, function)
+    results: list[dict[str, Any]] = run_ranks(world_size, function, pooled=pooled)
     return results
 
 
@@ -172,7 +178,7 @@ def calm(tmp_path: Path) -> Callable[..., Path]:
     def run(world_size: int, **options: Any) -> Path:
         folder = tmp_path / f"calm-{world_size}"
         folder.mkdir()
-        live(folder, world_size, [], **{"trainer": TRAINER, **options})
+        live(folder, world_size, [], pooled=True, **{"trainer": TRAINER, **options})
         return folder
 
     return run
