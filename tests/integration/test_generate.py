@@ -30,7 +30,7 @@ def test_a_run_is_talked_to_and_measured(
         pytest.importorskip("tokenizers", reason="the extra `bpe` is not installed")
     write_words(tmp_path)
     sizes = [*SMALL_MODEL, "model.num_kv_heads=null", "model.vocab_size=auto", "data.val_fraction=0.3"]
-    options = ["trainer.max_steps=6", "data.val_samples=null", *RUNS[kind]]
+    options = ["trainer.max_steps=2", "data.val_samples=null", *RUNS[kind]]
     result = moe_train(tmp_path, *TINY, *sizes, *options)
     assert result.returncode == 0, result.stderr
     assert '\nnext   moe-generate outputs/tiny "The "' in result.stdout

@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_a_store_elsewhere(faults: Faults, tmp_path: Path) ->
 def test_a_store_that_is_not_there_is_one_sentence(faults: Faults, tmp_path: Path) -> None:
     write_words(tmp_path, 2000)
     wrong = "callbacks.partial_experts_checkpoint.dirpath=s3://nowhere/checkpoints"
-    failed = moe_train(tmp_path, *SMALL, "run_name=lost", wrong, "trainer.max_steps=4")
+    failed = moe_train(tmp_path, *SMALL, "ranks=1", "run_name=lost", wrong, "trainer.max_steps=4")
     assert failed.returncode == 2
     assert "there is no such bucket: make it first, or correct the URL" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,10 @@ SHORT = (
     "trainer.limit_val_batches=2", "data.global_batch_size=8",
 )  # fmt: skip
 """Settings that make the trainings of README and Start take seconds."""
+SHORTER = (
+    *SHORT, "optimizer.warmup_steps=1", "trainer.max_steps=2", "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=2",
+)  # fmt: skip
 MODULES = {f"moe-{name}": f"moe_lightning.cli.{name}" for name in ("train", "bench", "generate", "ckpt")}
 _ELSEWHERE = ("HOST", ".[test]", ".[docs]")
 """Words of blocks that are not run here: for several machines, for the tests, for the site."""
@@ -70,12 +75,12 @@ def in_bash(commands: str, folder: Path, kills: bool) -> str:
     return ended(Program("-c", bash, commands, folder=folder, variables=variables), kills)
 
 
-def in_forks(commands: str, folder: Path, kills: bool) -> str:
+def in_forks(commands: str, folder: Path, kills: bool, settings: Sequence[str] = SHORT) -> str:
     """Run the commands of a block, shortened, without a shell and without imports."""
     found = [shlex.split(line.removeprefix("pip install -e . && "), comments=True) for line in commands.splitlines()]
     outputs = []
     for name, *arguments in filter(None, found):
-        short = SHORT if name == "moe-train" else ()
+        short = settings if name == "moe-train" else ()
         program = ForkedProgram(MODULES[name], *arguments, *short, folder=folder)
         outputs.append(ended(program, kills and name == "moe-train"))
     return "".join(outputs)
@@ -104,7 +109,7 @@ def output_as_shown(run: Run, folder: Path, commands: str, transcript: str) -> s
 
 
 def test_the_first_command_trains(tmp_path: Path) -> None:
-    output = output_as_shown(in_forks, tmp_path, *next(shown()))
+    output = output_as_shown(partial(in_forks, settings=SHORTER), tmp_path, *next(shown()))
     assert "outputs/quickstart" in output
 
 

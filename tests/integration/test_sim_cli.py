@@ -24,6 +24,8 @@ from tests.unit.simulated import scenario, small_hardware
 
 UNTIED = ["model.tie_embeddings=false"]
 FAST = ["model=moe_gpt_s", "nodes=8", "hours=0.5", "failures.node_mtbf_hours=1"]
+FASTER = [*FAST, "hours=0.1", "failures.node_mtbf_hours=0.2"]
+"""As many failures in less time."""
 
 
 def test_policies_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +46,7 @@ def test_only_a_recipe_of_moe_sim_is_written_again(tmp_path: Path, capsys: pytes
     path = tmp_path / "recipes" / "mine.yaml"
     path.parent.mkdir()
     path.write_text(f"{HEAD}moe-sim.\n")
-    assert main(["recommend", *FAST, f"recipe={path}"]) == 0
+    assert main(["recommend", *FASTER, f"recipe={path}"]) == 0
     path.write_text("# @package _global_\ntrainer:\n  max_steps: 7\n")
     assert main(["recommend", *FAST, f"recipe={path}"]) == 2
     assert "exists and was not recommended: name another file" in capsys.readouterr().err
@@ -117,7 +119,7 @@ def test_moe_train_accepts_what_is_recommended(
     extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recipes" / "advised.yaml"
-    assert main(["recommend", *FAST, *extra, f"recipe={path}"]) == 0
+    assert main(["recommend", *FASTER, *extra, f"recipe={path}"]) == 0
     assert path.read_text().startswith(HEAD)
     printed = capsys.readouterr().out
     assert "choice" in printed
@@ -229,7 +231,7 @@ def test_mistakes_are_one_sentence(
 def test_traces_of_a_real_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("".join(f"0,add,n{i}\n" for i in range(8)) + "600000,remove,n3\n900000,add,n9\n")
-    arguments = [*FAST, "failures.kind=trace", f"failures.path={trace}"]
+    arguments = [*FAST, "hours=0.3", "failures.kind=trace", f"failures.path={trace}"]
     assert main(arguments) == 0
     assert "1 live replicas, 1 join" in capsys.readouterr().out
     for text, fault in (

@@ -15,7 +15,7 @@ from tests.sweep.cases import PROBLEMS, Answer, Case, answer, judged
 from tests.sweep.elastic import hosting
 from tests.sweep.moe_train import building_text
 
-SAMPLED: dict[Suite, int] = {building_text: 60, hosting: 8}
+SAMPLED: dict[Suite, int] = {building_text: 90, hosting: 8}
 """By suite, how many cases one is taken of."""
 
 
