@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
-from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.parallel import exchange, sequence
 from moe_lightning.state.tensors import is_sharded, local
@@ -203,7 +202,8 @@ class Holder(pl.Callback):
         wait_until(may_go_on, f"what {hold} waits for does not come")
 
     def _newest_stored(self) -> int:
-        return max((manifest.step for _, manifest in checkpoints(self._root)), default=0)
+        stored = self._root.glob("step-*/MANIFEST.json")
+        return max((int(path.parent.name.split("-")[1]) for path in stored), default=0)
 
 
 class UntilCommitted(pl.Callback):
@@ -238,6 +238,8 @@ class Witness(ExpertParallelCallback):
         self.k_persist: int | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if _elastic(trainer) is None:
+            return
         choose = RecoveryPlanner.plan
 
         def chosen(*args: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
-STEPS = 12
+STEPS = 9
 
 
 class Flip(pl.Callback):

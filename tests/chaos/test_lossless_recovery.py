@@ -22,7 +22,7 @@ def assert_nothing_is_lost(run: ElasticRun, kills: int) -> None:
     assert run.kills_done() == kills
     assert all(report["stale_experts"] == 0 for report in run.reports())
     assert all(line["plt"] in (None, 0.0) for worker in run.processes for line in run.recoveries(worker))
-    assert_same_losses(run, reference(STEPS), has_replicas=True)
+    assert_same_losses(run, reference(run.steps), has_replicas=True)
 
 
 def restored(run: ElasticRun) -> list[str]:
@@ -141,10 +141,10 @@ def test_ranks_that_join_save_with_those_that_had_adapted(tmp_path: Path, every:
     """The length of windows and the interval come from times that only survivors have measured."""
     options: dict[str, Any] = {
         "saving": {"every_n_steps": every, "k_snapshot": None, "lossless": True},
-        "kills": [Kill(worker=1, step=9, place="backward")],
-        "holds": [Hold(step=5, stored=1), Hold(step=11, ranks=2)],
+        "kills": [Kill(worker=1, step=7, place="backward")],
+        "holds": [Hold(step=5, stored=1), Hold(step=9, ranks=2)],
     }
-    with elastic_run(tmp_path, workers=2, steps=STEPS, **options) as run:
+    with elastic_run(tmp_path, workers=2, steps=14, **options) as run:
         run.supervise(restart=range(2))
         assert_nothing_is_lost(run, kills=1)
         assert len(run.recoveries(0)) == 2, "a death and a return"

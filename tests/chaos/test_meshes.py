@@ -42,6 +42,7 @@ class Fault:
 
     Attributes:
         ranks: of the first world.
+        steps: of the training.
         strategy: options of the strategy.
         kills: a test may change the place of the last.
         holds: where the survivors wait.
@@ -57,6 +58,7 @@ class Fault:
     """
 
     ranks: int = 4
+    steps: int = STEPS
     strategy: Mapping[str, Any] = field(default_factory=dict)
     kills: Sequence[Kill] = (Kill(worker=1, step=5, place="backward"),)
     holds: Sequence[Hold] = ()
@@ -78,10 +80,10 @@ def assert_survives(folder: Path, fault: Fault, place: str = "", *, balances: bo
     options = {"strategy": fault.strategy, "kills": kills, "holds": fault.holds, **fault.training, **fault.options}
     if balances:
         options["callbacks"] = balancer
-    with elastic_run(folder, workers=fault.ranks, steps=STEPS, **options) as run:
+    with elastic_run(folder, workers=fault.ranks, steps=fault.steps, **options) as run:
         run.supervise(restart=() if fault.returns is None else range(fault.ranks), after=fault.returns or 0)
         assert run.kills_done() == len(kills)
-        assert_same_losses(run, reference(STEPS, **{**fault.training, **fault.calm}))
+        assert_same_losses(run, reference(fault.steps, **{**fault.training, **fault.calm}))
         sizes = run.world_sizes()
         assert {step: sizes[step] for step in fault.sizes} == fault.sizes
         assert set(sizes.values()) <= set(fault.among or sizes.values())
@@ -180,7 +182,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "fsdp, alone": Fault(strategy={"dense": "fsdp"}, **ALONE, units=("dense", "dense rows 1 of 2")),
     # Optimizer states of one owner: from a peer that repeats its updates, from copies of its snapshots, from its own.
-    "zero1, replay": Fault(**ZERO1, options=REPLAY),
+    "zero1, replay": Fault(**{**ZERO1, "sizes": {8: 2}}, steps=8, options=REPLAY),
     "zero1, copies": Fault(**ZERO1, options=COPIES, loses_steps=True),
     "zero1, alone": Fault(strategy={"dense": "zero1"}, **ALONE),
     **{
@@ -204,7 +206,7 @@ FAULTS: dict[str, Fault] = {
     # Averages of weights.
     **{
         f"averages {dense} {returns}": Fault(
-            ranks=3, strategy={"dense": dense} if dense else {},
+            ranks=3, steps=7, strategy={"dense": dense} if dense else {},
             kills=[kill(1, 2, "committed"), kill(2, 4)][: 2 if two else 1],
             holds=[Hold(step=6, ranks=3)] if returns is not None else [], returns=returns, compares=dense != "zero1",
             options={**SNAPSHOTS, "recovery": {"protection": "arc"}} if dense else {}, loses_steps=bool(dense),
@@ -250,12 +252,12 @@ def unfreeze(folder: Path) -> list[pl.Callback]:
 
 def test_a_rank_that_joins_a_rollback_trains_what_the_others_train(tmp_path: Path) -> None:
     """It waits since step 2 until there are enough for a multiple, and joins when the only copy of moments is lost."""
-    kills = [Kill(worker=-1, step=step, place="backward", rank=rank) for step, rank in ((2, 3), (6, 1))]
+    kills = [Kill(worker=-1, step=step, place="backward", rank=rank) for step, rank in ((2, 3), (5, 1))]
     strategy = {"dense": "zero1", "mesh": {"cp": 2}}
     fault = Fault(
-        strategy=strategy, kills=kills, training={"callbacks": unfreeze},
+        steps=7, strategy=strategy, kills=kills, training={"callbacks": unfreeze},
         holds=[Hold(step=step, stored=step - 1) for step in range(2, 6)],  # a writer that is slow passes over some
-        options=SNAPSHOTS, sizes={STEPS: 2}, loses_steps=True, compares=False,
+        options=SNAPSHOTS, sizes={7: 2}, loses_steps=True, compares=False,
     )  # fmt: skip
     run = assert_survives(tmp_path, fault)
     last = run.reports()[-1]
@@ -321,7 +323,12 @@ OF_AVERAGES: dict[str, Any] = {"model": {**LAYERS, "router": {"bias_update_rate"
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(staged(lose(2, "exchange"), **BACK), id="another rank takes the stage of a lost one"),
+        pytest.param(
+            staged(
+                lose(2, "exchange", step=2), steps=6, holds=[Hold(step=4, ranks=4)], returns=4, sizes={2: 4, 3: 2, 6: 4}
+            ),
+            id="another rank takes the stage of a lost one",
+        ),
         slow(staged(lose(1, "backward"), ranks=2, **STORES, returns=0, among=(2,)), id="the only stage"),
         slow(
             staged(lose(2, "validation"), **BACK, training={**AVERAGED, "callbacks": None}),
@@ -489,12 +496,12 @@ def test_hooks_that_a_fault_has_left_find_no_plans_of_other_layers(tmp_path: Pat
 
 def test_one_of_two_holds_the_state_until_another_comes(tmp_path: Path) -> None:
     kills, strategy = [kill(1, 4, "sequence exchange")], {**CP2, "replicas": 2}
-    with elastic_run(tmp_path, workers=2, steps=STEPS, kills=kills, strategy=strategy, validate=True) as run:
+    with elastic_run(tmp_path, workers=2, steps=8, kills=kills, strategy=strategy, validate=True) as run:
         wait_for_recovery(run, 0, ranks=1)
         assert max(run.losses()) == 4, "alone it does not train"
         run.start(1)
         run.supervise()
-        assert_same_losses(run, reference(STEPS, validate=True))
+        assert_same_losses(run, reference(8, validate=True))
         assert set(run.world_sizes().values()) == {2}
 
 

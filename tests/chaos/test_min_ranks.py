@@ -15,8 +15,8 @@ from tests.chaos.elastic_runs import SETTINGS, ElasticRun, Kill, assert_same_los
 from tests.chaos.elastic_worker import checkpoints_of
 from tests.forks import PATIENCE_S
 
-STEPS = 12
-KILLS = [Kill(worker=1, step=5, place="backward"), Kill(worker=2, step=5, place="backward")]
+STEPS = 6
+KILLS = [Kill(worker=worker, step=3, place="backward") for worker in (1, 2)]
 OPTIONS: dict[str, Any] = {"recovery": {"min_replicas": 3}, "kills": KILLS}
 
 
@@ -31,7 +31,7 @@ def wait_for_recovery(run: ElasticRun, worker: int, *, ranks: int) -> None:
 def test_a_world_that_is_too_small_waits_for_others(tmp_path: Path) -> None:
     with elastic_run(tmp_path, workers=3, steps=STEPS, settings=replace(SETTINGS, min_ranks=2), **OPTIONS) as run:
         wait_for_recovery(run, 0, ranks=1)
-        assert max(run.losses()) == 5, "alone it does not train"
+        assert max(run.losses()) == 3, "alone it does not train"
         run.start(1)
         run.supervise()
         assert_same_losses(run, reference(STEPS))
@@ -46,9 +46,9 @@ def test_without_others_it_saves_and_ends_with_a_sentence(tmp_path: Path) -> Non
         with pytest.raises(AssertionError, match=r"(?s)worker 0 ended with 1: .*only 1 of at least 2 ranks"):
             run.supervise()
         found = find_newest(checkpoints_of(tmp_path)).checkpoint
-        assert found.step == 5, "every committed step is saved, though no snapshot was due"
+        assert found.step == 3, "every committed step is saved, though no snapshot was due"
         found.verify()
-        assert max(run.losses()) == 5
+        assert max(run.losses()) == 3
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from dataclasses import replace
@@ -20,7 +19,8 @@ from tests.chaos.test_min_ranks import wait_for_recovery
 from tests.forks import PATIENCE_S, wait_until
 from tests.parameters import slow
 
-STEPS = 24
+STEPS = 8
+NOTICE = Kill(worker=1, step=3, place="forward", signal=signal.SIGTERM)
 _SLOW_S = 0.5
 
 
@@ -60,9 +60,8 @@ def test_sigterm_as_a_notice_hands_over_and_leaves(tmp_path: Path, dense: str) -
         settings=replace(SETTINGS, notice_on_sigterm=True),
         recovery={"min_replicas": 1},
         callbacks=slow_to_leave,
+        kills=[NOTICE],
     ) as run:
-        run.wait_for_step(3)
-        os.kill(run.processes[1].pid or 0, signal.SIGTERM)
         for worker in range(3):
             run.processes[worker].join(PATIENCE_S)
         assert run.processes[0].exitcode == run.processes[2].exitcode == 0
@@ -80,12 +79,11 @@ def test_ranks_that_leave_and_join_do_not_count_as_faults(tmp_path: Path) -> Non
         steps=STEPS,
         settings=replace(SETTINGS, notice_on_sigterm=True),
         recovery={"min_replicas": 1, "max_recoveries": 1},
-        holds=[Hold(step=12, ranks=2)],
+        kills=[NOTICE],
+        holds=[Hold(step=6, ranks=2)],
     ) as run:
-        run.wait_for_step(3)
-        run.signal(1, signal.SIGTERM)
         run.processes[1].join(PATIENCE_S)
-        run.wait_for_step(11)  # alone
+        run.wait_for_step(5)  # alone
         run.start(1)
         finish(run, range(2))
         assert [report["ranks_after"] for report in run.result(0)["reports"]] == [1, 2]
@@ -99,10 +97,8 @@ def test_ranks_save_before_all_of_them_leave(tmp_path: Path) -> None:
         steps=STEPS,
         settings=replace(SETTINGS, notice_on_sigterm=True),
         saving={"every_n_steps": 1000},
+        kills=[NOTICE, replace(NOTICE, worker=0)],
     ) as run:
-        run.wait_for_step(3)
-        for worker in range(2):
-            run.signal(worker, signal.SIGTERM)
         for worker in range(2):
             run.processes[worker].join(PATIENCE_S)
             assert "SIGTERM asks this process to leave" in (tmp_path / f"error-{worker}.txt").read_text()
@@ -125,7 +121,7 @@ def test_ranks_that_wait_for_others_save_with_one_that_has_just_joined(tmp_path:
         settings=replace(SETTINGS, notice_on_sigterm=True, min_ranks=3),
         saving={"every_n_steps": 1000},
         recovery={"min_replicas": 3},
-        kills=[Kill(worker=worker, step=5, place="forward") for worker in (1, 2)],
+        kills=[Kill(worker=worker, step=2, place="forward") for worker in (1, 2)],
     ) as run:
         wait_for_recovery(run, 0, ranks=1)
         run.start(1)
@@ -135,4 +131,4 @@ def test_ranks_that_wait_for_others_save_with_one_that_has_just_joined(tmp_path:
         for worker in range(2):
             run.processes[worker].join(PATIENCE_S)
             assert "SIGTERM asks this process to leave" in (tmp_path / f"error-{worker}.txt").read_text()
-        assert checkpoints(checkpoints_of(tmp_path))[0][1].step == max(run.losses()) == 5
+        assert checkpoints(checkpoints_of(tmp_path))[0][1].step == max(run.losses()) == 2

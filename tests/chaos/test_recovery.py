@@ -315,12 +315,13 @@ def assert_planners_agree(folder: Path) -> None:
 
 def test_while_experts_move_and_visit(tmp_path: Path) -> None:
     """A balancer plans new placements every three steps and lets experts visit other ranks in every step."""
-    options: dict[str, Any] = {"kills": KILLS, "holds": [Hold(step=7, ranks=3)], "strategy": {"slots": 6}}
-    with elastic_run(tmp_path, workers=3, steps=16, callbacks=with_balancer, **options) as run:
+    kills = [Kill(worker=1, step=4, place="exchange"), Kill(worker=0, step=7, place="prepare")]
+    options: dict[str, Any] = {"kills": kills, "holds": [Hold(step=5, ranks=3)], "strategy": {"slots": 6}}
+    with elastic_run(tmp_path, workers=3, steps=10, callbacks=with_balancer, **options) as run:
         run.supervise(restart=range(3))
         assert run.kills_done() == 2
         assert_planners_agree(tmp_path)
-        assert_same_losses(run, reference(16), has_replicas=True)
+        assert_same_losses(run, reference(10), has_replicas=True)
 
 
 def with_measured_costs(folder: Path) -> list[Any]:

@@ -19,8 +19,9 @@ from moe_lightning.callbacks.spike_guard import SpikeGuard
 from tests.chaos.elastic_runs import Kill, elastic_run, reference
 from tests.parameters import slow
 
-STEPS, EVERY, SPIKE = 20, 3, 15
+STEPS, EVERY, SPIKE = 15, 3, 12
 """Steps; between copies; done before the step that spikes."""
+COPY = SPIKE - EVERY
 
 
 class Spiky(pl.Callback):
@@ -69,13 +70,13 @@ def guarded(folder: Path, *, within: bool = False) -> list[Any]:
 @pytest.mark.parametrize(
     ("place", "step", "rank", "restored"),
     [
-        slow("backward", 12, 1, {12}),  # the losses before are known after the recovery
+        slow("backward", COPY, 1, {COPY}),  # the losses before are known after the recovery
         slow("backward", SPIKE, 0, {SPIKE}),  # before the spike is found: the copies are of other rows by then
         slow("prepare", SPIKE, 1, {SPIKE}),  # before all ranks know of it
-        slow("update", SPIKE, 1, {12, SPIKE}),  # when this rank knows that all do, and others perhaps
-        ("within", SPIKE, 0, {12, SPIKE}),
-        slow("committed", SPIKE, 0, {12, SPIKE}),
-        slow("backward", SPIKE + 1, 0, {12}),
+        slow("update", SPIKE, 1, {COPY, SPIKE}),  # when this rank knows that all do, and others perhaps
+        ("within", SPIKE, 0, {COPY, SPIKE}),
+        slow("committed", SPIKE, 0, {COPY, SPIKE}),
+        slow("backward", SPIKE + 1, 0, {COPY}),
     ],
 )
 def test_a_rollback_outlives_a_rank(place: str, step: int, rank: int, restored: set[int], tmp_path: Path) -> None:

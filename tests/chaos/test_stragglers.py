@@ -18,7 +18,7 @@ from tests.distributed.test_uneven_ranks import TestClock
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
-STEPS, SLOW = 40, 2
+STEPS, SLOW = 31, 2
 PLAIN = {"calibrate": False, "flops_per_s": 1e9, "bytes_per_s": 1e9}
 
 

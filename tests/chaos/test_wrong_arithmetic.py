@@ -17,7 +17,7 @@ from tests.chaos.elastic_runs import assert_same_losses, elastic_run, reference
 from tests.forks import PATIENCE_S
 from tests.parameters import slow
 
-STEPS = 10
+STEPS = 7
 
 
 class Wrong(pl.Callback):
