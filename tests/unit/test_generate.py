@@ -96,9 +96,9 @@ def without_cache(model: GPT, ids: Sequence[int], count: int) -> list[int]:
 @pytest.mark.parametrize("style", STYLES)
 def test_cached_text_is_that_of_a_loop_without_cache(style: str) -> None:
     module = gpt(**STYLES[style])
-    expected = without_cache(module.model, IDS, 40)
+    expected = without_cache(module.model, IDS, 30)
     assert len(set(expected)) > 1
-    assert list(generate(module.model, IDS, GREEDY, 40)) == expected
+    assert list(generate(module.model, IDS, GREEDY, 30)) == expected
     logits = module.model(torch.tensor([IDS]))
     assert logits.shape == (1, len(IDS), 64), "the model is as it was"
 
@@ -150,14 +150,14 @@ def test_greedy_text_of_every_family_is_that_of_transformers(
     from moe_lightning.models.huggingface.module import HuggingFaceModule
 
     theirs = make_checkpoint(name, tmp_path / "theirs")
-    options = {"max_new_tokens": 20, "do_sample": False}
+    options = {"max_new_tokens": 12, "do_sample": False}
     expected = theirs.generate(torch.tensor([IDS]), attention_mask=torch.ones(1, len(IDS)), **options)[0].tolist()
     upcycling = {"upcycling": {"num_experts": 4, "router": {"top_k": 2, "softmax_after_top_k": True}}}
     config = {"pretrained": str(tmp_path / "theirs"), "context_length": 16, **(upcycling if name in DENSE else {})}
     module = HuggingFaceModule(config)
     module.configure_model()
     for path in (tmp_path / "theirs", save(module, tmp_path / "run.ckpt")):
-        out = run(capsys, path, PROMPT, "--greedy", "--max-new-tokens", 20, "--tokenizer", "bytes")
+        out = run(capsys, path, PROMPT, "--greedy", "--max-new-tokens", 12, "--tokenizer", "bytes")
         assert list(out.removesuffix("\n").encode()) == expected
     assert len(set(expected)) > len(set(IDS))
 
@@ -299,7 +299,8 @@ def test_extra_state_of_a_module_is_passed_over(tmp_path: Path) -> None:
 
 def test_a_seed_repeats_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(gpt(), tmp_path / "run.ckpt")
-    texts = [run(capsys, path, PROMPT, "--tokenizer", "bytes", "--seed", seed) for seed in (1, 1, 2)]
+    few = "--tokenizer", "bytes", "--max-new-tokens", 24
+    texts = [run(capsys, path, PROMPT, *few, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith(PROMPT) for text in texts)
 
@@ -492,8 +493,9 @@ def test_a_run_has_its_own_tokenizer_in_every_folder(
         content["model"]["vocab"] = {word: 255 - token for word, token in content["model"]["vocab"].items()}
         file.parent.mkdir()
         file.write_text(json.dumps(content))
-    expected = run(capsys, folder, PROMPT, "--greedy", "--tokenizer", own)
-    assert run(capsys, folder, PROMPT, "--greedy") == expected
+    few = "--greedy", "--max-new-tokens", 32
+    expected = run(capsys, folder, PROMPT, *few, "--tokenizer", own)
+    assert run(capsys, folder, PROMPT, *few) == expected
 
 
 def test_a_run_whose_tokens_are_gone_does_not_speak_in_bytes(
@@ -503,9 +505,9 @@ def test_a_run_whose_tokens_are_gone_does_not_speak_in_bytes(
     folder = trained_run(tmp_path / "run", {"source": "gone/tokens", "tokenizer": None}, vocab_size=300)
     assert main([str(folder), PROMPT]) == 2
     assert re.search(r"and data.source=gone/tokens is not there: .* --tokenizer with", capsys.readouterr().err)
-    run(capsys, folder, PROMPT, "--tokenizer", "bytes")
+    run(capsys, folder, PROMPT, "--tokenizer", "bytes", "--max-new-tokens", 8)
     bytes_ = trained_run(tmp_path / "bytes", {"source": "gone/text", "tokenizer": None}, vocab_size=256)
-    run(capsys, bytes_, PROMPT)
+    run(capsys, bytes_, PROMPT, "--max-new-tokens", 8)
 
 
 def test_generation_ends_at_the_end_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -627,16 +629,17 @@ def test_a_folder_that_names_strings_ends_at_them(tmp_path: Path) -> None:
 
 def test_the_newest_complete_checkpoint_of_a_run_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = trained_run(tmp_path / "run", {"tokenizer": "bytes"})
-    expected = run(capsys, folder, PROMPT, "--greedy")
+    few = "--greedy", "--max-new-tokens", "8"
+    expected = run(capsys, folder, PROMPT, *few)
     damaged = folder / "checkpoints" / "step-0000005.ckpt"
     damaged.write_bytes((folder / "checkpoints" / "step-0000003.ckpt").read_bytes()[:-40])
-    assert main([str(folder), PROMPT, "--greedy"]) == 0
+    assert main([str(folder), PROMPT, *few]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected
     assert captured.err.startswith(f"moe-generate: {damaged} is damaged")
     assert captured.err.endswith("; the one before it is used\n")
     whole = folder / "checkpoints" / "step-0000003.ckpt"
-    assert run(capsys, whole, PROMPT, "--greedy") == expected
+    assert run(capsys, whole, PROMPT, *few) == expected
     assert main([str(damaged), PROMPT]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"moe-generate: error: {damaged} is damaged")

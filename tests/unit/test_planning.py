@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ def _config(*overrides: str, ranks: int = 2) -> dict[str, Any]:
     return {str(key): value for key, value in config.items()}
 
 
+@cache
 def _run(*overrides: str, ranks: int = 2) -> PlannedRun:
     run = planned_run(_config(*overrides, ranks=ranks), ranks, ranks)
     assert run is not None
