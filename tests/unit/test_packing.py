@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn) -> tuple[np.ndarray, Cluster]:
     return np.array(load, dtype=np.int64), cluster
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @example(problem=(np.array([238, 602, 837, 504]), Cluster.of(12, 1, ranks_per_node=3)), floor=3)  # neither way packs it
 @example(problem=(np.array([692, 324, 968]), Cluster.of(6, 2, ranks_per_node=3)), floor=2)  # more replicas than room
 @given(problem=problems(), floor=st.integers(1, 3))
@@ -112,7 +112,7 @@ def uneven_problems(draw: st.DrawFn) -> tuple[np.ndarray, Cluster]:
     return np.array(load, dtype=np.int64), cluster
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(problem=uneven_problems(), floor=st.integers(1, 3))
 @example(problem=(np.array([1, 0, 1, 408, 386, 505]), Cluster(node_of=(0, 1, 1, 2, 2, 2), slots_per_rank=2)), floor=2)
 @example(problem=(np.array([288, 379, 78, 282]), Cluster(node_of=(0, 1, 1, 2, 2, 2), slots_per_rank=3)), floor=3)

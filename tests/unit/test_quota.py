@@ -74,7 +74,7 @@ def shortest_time(tokens: np.ndarray, replicas: np.ndarray, speeds: np.ndarray) 
     return low
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(uneven_loads())
 def test_with_speeds_the_longest_time_is_the_optimum(load):
     tokens, replicas, speeds = load
@@ -87,7 +87,7 @@ def test_with_speeds_the_longest_time_is_the_optimum(load):
     assert best <= longest <= best + best // 128
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(loads(), st.integers(1, 65536))
 def test_equal_speeds_give_the_integers_of_ranks_without_speeds(load, speed):
     tokens, replicas = load
@@ -104,7 +104,7 @@ def test_speeds_that_are_none_are_one_sentence(speeds, said):
         balanced_quota(np.array([5, 5]), np.ones((2, 3), dtype=np.int64), np.array(speeds))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(loads())
 def test_equal_quota_is_within_one_of_the_share(load):
     tokens, replicas = load
@@ -115,7 +115,7 @@ def test_equal_quota_is_within_one_of_the_share(load):
             assert abs(int(quota[e, n]) - share) < 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @example((np.array([3]), np.array([[1, 1, 1, 2]])))
 @example(
     (
@@ -180,7 +180,7 @@ def test_loads_that_drifted_since_they_were_packed_on_256_ranks_are_split_to_two
     assert not fits(tokens, replicas, peak * 100 // 102 - 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(loads(), st.randoms(use_true_random=False))
 def test_the_order_of_experts_does_not_matter(load, random):
     tokens, replicas = load

@@ -282,7 +282,7 @@ def problems(draw: st.DrawFn) -> tuple[np.ndarray, int, int, int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(problem=problems())
 def test_all_slots_are_used_floors_hold_and_busier_experts_get_no_fewer(
     policy: AllocationPolicy, problem: tuple[np.ndarray, int, int, int]
@@ -296,7 +296,7 @@ def test_all_slots_are_used_floors_hold_and_busier_experts_get_no_fewer(
     assert (np.diff(replicas[order])[busier] >= 0).all()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(problem=problems(), spare=st.integers(0, 5))
 def test_water_filling_gives_what_giving_one_at_a_time_does(
     problem: tuple[np.ndarray, int, int, int], spare: int

@@ -38,7 +38,7 @@ def choose_by_hand(
     return sorted(allowed, key=lambda e: (-scores[e], e))[:top_k]
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_choices_and_weights_match_the_definition(data: st.DataObject) -> None:
     num_groups = data.draw(st.sampled_from([1, 2, 3]))
@@ -170,7 +170,7 @@ def test_bias_selects_but_does_not_weigh() -> None:
     torch.testing.assert_close(routing.weights_TK[:, 0], routing.scores_TE[:, 2])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_capacity_keeps_what_the_policy_says(data: st.DataObject) -> None:
     num_tokens, top_k, num_experts = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 3)), 4
