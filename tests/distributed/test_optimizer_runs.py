@@ -17,7 +17,7 @@ from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
 
-STEPS = 6
+STEPS = 8
 
 
 class Move(Recorder):

@@ -96,15 +96,14 @@ def run(
     function: Callable[..., Any] = train,
     pooled: bool = True,
     **options: Any,
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """Results of all ranks.
 
     Args:
         pooled: as of `run_ranks`; ranks that are killed or fail need none that others can use.
     """
     training = partial(function, callbacks=callbacks, trainer=WITH_CHECKPOINTS, **options)
-    results: list[dict[str, Any]] = run_ranks(world_size, training, pooled=pooled)
-    return results
+    return run_ranks(world_size, training, pooled=pooled)
 
 
 def refusal(rank: int, world_size: int, **options: Any) -> str:
