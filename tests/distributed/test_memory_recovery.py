@@ -309,10 +309,10 @@ def second_session(rank: int, world_size: int, base: str, finish: int) -> list[s
 
 
 def test_the_former_sessions_protection_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    run_ranks(3, protect, str(tmp_path), AEC, [5])
+    run_pooled(3, protect, str(tmp_path), AEC, [5])
     shutil.rmtree(tmp_path / "node2")
     run_ranks(2, second_session, str(tmp_path), 0)
-    assert run_ranks(2, recover, str(tmp_path), [0, 1])[0].version == 5
+    assert run_pooled(2, recover, str(tmp_path), [0, 1])[0].version == 5
     assert run_ranks(2, second_session, str(tmp_path), 1) == [["1", "2"]] * 2
     assert run_ranks(2, second_session, str(tmp_path), 2) == [["2"]] * 2
     files = [path for pattern in (COPIES, PARITIES) for path in tmp_path.glob(f"*/{pattern}")]

@@ -105,7 +105,7 @@ def train(
     sampler = StepSampler(
         num_samples=samples, global_batch_size=batch_size, num_micros=accumulate, drop_last=False, seed=7
     )
-    fit.fit(module, StepLoader(data, sampler), DataLoader(RandomTokens(30), batch_size=10))
+    fit.fit(module, StepLoader(data, sampler), DataLoader(RandomTokens(16), batch_size=10))
     state = fit.strategy.lightning_module_state_dict()
     return {
         "losses": watch.losses,
@@ -126,7 +126,13 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {"model": {**GROUPED, **NOISY}},
     # Micro-batches of 7, 7, 6 and 6 samples, and few in the last step of an epoch.
     "uneven": {"model": GROUPED, "samples": 44, "batch_size": 26, "every": 1.0},
-    "short": {"model": {**GROUPED, **NOISY, "qk_norm": False}, "samples": 44, "batch_size": 26, "every": 1.0},
+    "short": {
+        "model": {**GROUPED, **NOISY, "qk_norm": False},
+        "samples": 44,
+        "batch_size": 26,
+        "every": 1.0,
+        "steps": 2,
+    },
     # The last step of an epoch has one sample.
     "few": {"samples": 20, "batch_size": 19, "every": 1.0, "model": {"moe_every": 2}},
     "by value": {"trainer": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}},
