@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pickle
 import re
+import resource
+import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,7 +21,7 @@ from moe_lightning.cli.commands import moe_bench, moe_ckpt, moe_data, moe_eval, 
 from moe_lightning.cli.composition import with_quotes
 from moe_lightning.cli.run_directory import RunDirectory
 from moe_lightning.cli.train import objective_of, with_ranks
-from moe_lightning.elastic import run
+from moe_lightning.elastic import rendezvous_host, run
 from moe_lightning.elastic.launcher import RanksFailed
 from moe_lightning.elastic.worker import RankFailure
 from moe_lightning.errors import ConfigurationError
@@ -192,11 +195,11 @@ def test_options_that_are_paths_find_the_home_folder(tmp_path: Path, monkeypatch
     assert (given.secret_file, given.log_dir) == (tmp_path / "secret", tmp_path)
 
 
-def test_the_secret_of_a_rendezvous_host_finds_the_home_folder(tmp_path: Path) -> None:
-    arguments = ("--bind", "nowhere", "--secret-file=~/secret")
-    environment = {**users_environment(), "HOME": str(tmp_path)}
-    program = "-m", "moe_lightning.elastic.rendezvous_host", *arguments
-    subprocess.run([sys.executable, *program], cwd=tmp_path, env=environment, timeout=120)
+def test_the_secret_of_a_rendezvous_host_finds_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(resource, "setrlimit", Mock())
+    monkeypatch.setattr(signal, "pthread_sigmask", Mock())
+    assert rendezvous_host.main(["--bind=nowhere", "--secret-file=~/secret"]) == 2
     assert (tmp_path / "secret").exists()
 
 

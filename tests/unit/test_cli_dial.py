@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,15 @@ from moe_lightning.moe.layer import moe_layers
 NAMED = ("run_name=x", "run_dir=outputs/x")
 
 
+@cache
 def composed(*overrides: str) -> DictConfig:
     with composition_errors(overrides), config_folder():
         return compose("train", [*with_dial(list(overrides)), *NAMED])
 
 
-def values(*overrides: str) -> dict[str, Any]:
-    config = composed(*overrides)
-    return {key: OmegaConf.select(config, key) for key in RULES}
-
-
 def built(config: DictConfig) -> GPT:
-    model = {key: value for key, value in resolved(config)["model"].items() if key != "_target_"}
+    node: Any = OmegaConf.to_container(config.model, resolve=True)
+    model = {key: value for key, value in node.items() if key != "_target_"}
     router = {key: value for key, value in model.pop("router").items() if key != "_target_"}
     with torch.device("meta"):
         return GPT(GPTConfig(**model | {"vocab_size": 256, "router": router}))
@@ -81,13 +79,12 @@ def test_the_laws_are_those_that_are_printed() -> None:
 
 
 def test_what_the_user_sets_stays_and_the_rest_follows() -> None:
-    plain, own = values("depth=4"), values("model.d_model=128", "depth=4", "optimizer.lr=1e-3")
-    assert (own["model.d_model"], own["optimizer.lr"]) == (128, 1e-3)
-    assert own["model.num_heads"] == 2
-    assert own["trainer.max_steps"] < plain["trainer.max_steps"]
-    config = composed("depth=4", "model.d_model=128", "optimizer.lr=1e-3")
-    assert has_rules(config)
-    assert "4 layers of 128" in dial_line(config)
+    plain, own = composed("depth=4"), composed("model.d_model=128", "depth=4", "optimizer.lr=1e-3")
+    assert (own.model.d_model, own.optimizer.lr) == (128, 1e-3)
+    assert own.model.num_heads == 2
+    assert own.trainer.max_steps < plain.trainer.max_steps
+    assert has_rules(own)
+    assert "4 layers of 128" in dial_line(own)
 
 
 def test_a_longer_run_keeps_its_optimizer() -> None:
@@ -96,14 +93,14 @@ def test_a_longer_run_keeps_its_optimizer() -> None:
 
 
 def test_the_rate_follows_the_optimizer() -> None:
-    assert values("depth=2", "optimizer=adafactor")["optimizer.lr"] == 0.01
-    assert values("depth=2", "optimizer=muon")["optimizer.lr"] == values("depth=2")["optimizer.lr"]
+    assert composed("depth=2", "optimizer=adafactor").optimizer.lr == 0.01
+    assert composed("depth=2", "optimizer=muon").optimizer.lr == composed("depth=2").optimizer.lr
 
 
 def test_every_recipe_of_a_gpt_takes_a_depth() -> None:
-    config = resolved(composed("depth=2", "recipes=partial_checkpoints"))
-    assert config["model"]["d_model"] == 128
-    assert config["callbacks"]["partial_experts_checkpoint"]["every_n_steps"] == 10
+    config = composed("depth=2", "recipes=partial_checkpoints")
+    assert config.model.d_model == 128
+    assert config.callbacks.partial_experts_checkpoint.every_n_steps == 10
     assert dial_line(composed("recipes=partial_checkpoints")) == ""
 
 
@@ -113,10 +110,10 @@ def test_a_recipe_chooses_the_rules_itself(tmp_path: Path) -> None:
     model = "  - override /model: quickstart\ndepth: 3\noptimizer: {lr: 0.5}\n"
     (tmp_path / "recipes" / "mine.yaml").write_text(f"# @package _global_\ndefaults:\n{model}")
     with pytest.raises(ConfigurationError, match="depth=3 sets nothing in a recipe without its rules"):
-        check_dial(composed(search, "recipes=mine"))
+        check_dial(composed.__wrapped__(search, "recipes=mine"))
     rules = "  - /dial@_global_: depth\n  - _self_\n"
     (tmp_path / "recipes" / "mine.yaml").write_text(f"# @package _global_\ndefaults:\n{rules}{model}")
-    config = resolved(composed(search, "recipes=mine"))
+    config = resolved(composed.__wrapped__(search, "recipes=mine"))
     assert (config["model"]["d_model"], config["optimizer"]["lr"]) == (192, 0.5)
 
 

@@ -28,7 +28,7 @@ STARTING = [
     slow(["strategy.replicas=5"], ["replicas=5"]),
     (["strategy.placement=no/table.json"], ["no/table.json"]),
     (["data.context_length=100000000"], ["data.context_length=100000000 is more than model.context_length=64"]),
-    (
+    slow(
         ["model.context_length=5000"],
         ["data.context_length=5000", "tokens, and one part of source='words.txt' has", "model.context_length"],
     ),
@@ -36,7 +36,7 @@ STARTING = [
         ["data.source=https://host/words.txt"],
         ["error: data.source=https://host/words.txt is an address", "nothing is downloaded"],
     ),
-    (["data.tokenizer=gpt2"], ["error: data.tokenizer='gpt2' is neither", "nor ORG/NAME of a model on the Hub"]),
+    slow(["data.tokenizer=gpt2"], ["error: data.tokenizer='gpt2' is neither", "nor ORG/NAME of a model on the Hub"]),
     (
         ["model=huggingface", "model.pretrained=https://hf.co/x"],
         ["error: model.pretrained=https:/hf.co/x is an address", "or ORG/NAME of a model on the Hub"],

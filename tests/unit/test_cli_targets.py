@@ -16,6 +16,7 @@ from moe_lightning.cli.targets import ALLOW_VARIABLE, located, without_storage
 from moe_lightning.cli.train import elastic_options, main
 from moe_lightning.errors import ConfigurationError
 from tests.commands import WORDS, write_words
+from tests.parameters import slow
 from tests.programs import exit_code
 
 QUICK = ("model=llama_moe_tiny", *WORDS, "logger=none", "ranks=1", "trainer.max_steps=1")
@@ -209,7 +210,7 @@ def test_own_recipes_can_be_swept(recipe: Callable[..., list[str]], monkeypatch:
     ("text", "words"),
     [
         ("hydra:\n  run:\n    dir: elsewhere", []),
-        ("seed: 3", ["+hydra.job.env_set.GREETING=hello"]),
+        slow("seed: 3", ["+hydra.job.env_set.GREETING=hello"]),
         ("hydra:\n  job:\n    env_set:\n      GREETING: hello", ["allowed"]),
     ],
 )

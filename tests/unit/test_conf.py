@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hydra import compose
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from moe_lightning.cli.composition import CONFIG_DIR, check_arguments, config_folder, node_of
 from moe_lightning.cli.targets import located
@@ -67,11 +67,15 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
             yield from _nodes(child)
 
 
-def needed_keys(recipe: str) -> list[str]:
+def needed_keys(composed: DictConfig) -> list[str]:
     """What the user must give."""
+    leaves = _leaves(OmegaConf.to_container(composed, resolve=False))
+    return [key for key, value in leaves if value in ("???", "${needed:}")]
+
+
+def composed_recipe(recipe: str, *overrides: str) -> DictConfig:
     with config_folder():
-        composed = OmegaConf.to_container(compose("train", [f"recipes={recipe}"]), resolve=False)
-    return [key for key, value in _leaves(composed) if value in ("???", "${needed:}")]
+        return compose("train", [f"recipes={recipe}", *overrides])
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -85,7 +89,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def composed_node(name: str) -> dict[str, Any]:
     """The node of a model's configuration."""
     with config_folder():
-        node = OmegaConf.to_container(compose("train", [f"model={name}"]).model)
+        node = OmegaConf.to_container(compose(f"model/{name}").model)
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
 
@@ -139,9 +143,9 @@ def test_keys_are_the_arguments(path: Path) -> None:
 def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path) -> None:
     if recipe in PLUGINS:
         pytest.importorskip(PLUGINS[recipe])
-    filled = [f"{key}=given" for key in needed_keys(recipe)]
-    with config_folder():
-        composed = compose("train", [f"recipes={recipe}", "run_name=x", f"run_dir={tmp_path}", *filled])
+    composed = composed_recipe(recipe, "run_name=x", f"run_dir={tmp_path}")
+    for key in needed_keys(composed):
+        OmegaConf.update(composed, key, "given")
     config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)
     config["trainer"]["devices"] = 1
@@ -149,9 +153,9 @@ def test_recipes_compose_and_fit_their_constructors(recipe: str, tmp_path: Path)
 
 
 def test_some_recipes_need_what_only_the_user_knows() -> None:
-    assert needed_keys("quickstart") == []
-    assert needed_keys("text") == ["data.source"]
-    assert sorted(needed_keys("olmoe_finetune")) == ["data.path", "model.pretrained"]
+    assert needed_keys(composed_recipe("quickstart")) == []
+    assert needed_keys(composed_recipe("text")) == ["data.source"]
+    assert sorted(needed_keys(composed_recipe("olmoe_finetune"))) == ["data.path", "model.pretrained"]
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *SIMULATED])

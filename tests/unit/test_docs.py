@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,15 +17,32 @@ from benchmarks import BENCHMARKS
 from moe_lightning import arguments
 from moe_lightning.cli import data, evaluate, generate
 from moe_lightning.cli.bench import COMMANDS
-from moe_lightning.cli.composition import config_folder, with_quotes
+from moe_lightning.cli.composition import CONFIG_DIR, config_folder, with_quotes
 from tests.documented import PAGES, PLUGINS, RECIPES, ROOT, commands, lines
 
 TRAINING = {
-    tuple(arguments): pytest.param(arguments, id=f"{path.name}: {' '.join(arguments)}"[:100])
+    tuple(arguments)
     for path in (*PAGES, *RECIPES)
     for arguments in commands(path, "moe-train")
     if not any(argument.startswith(("--", "-sc")) for argument in arguments)
 }
+GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
+
+
+def choices_of(arguments: tuple[str, ...]) -> str:
+    """What is chosen, added or removed, and what Hydra is told: all but values of keys that are there."""
+    return " ".join(
+        argument
+        for argument in arguments
+        if argument[0] in "+~-" or argument.partition("=")[0] in GROUPS or argument.startswith("hydra")
+    )
+
+
+TOGETHER = {
+    choice: pytest.param([list(one) for one in same], id=choice or "values alone")
+    for choice, same in groupby(sorted(TRAINING, key=lambda one: (choices_of(one), one)), key=choices_of)
+}
+"""Commands that make the same choices: a composition with the values of all has what each of them has."""
 
 GENERATED = [
     f"{folder}generated/{name}.md"
@@ -55,16 +73,19 @@ STRATEGIES = ROOT / "moe_lightning" / "strategies"
 
 
 @pytest.mark.usefixtures("_configuration")
-@pytest.mark.parametrize("arguments", TRAINING.values())
-def test_training_commands_compose(arguments: list[str]) -> None:
-    overrides = [with_quotes(argument) for argument in arguments if argument != "-m"]
-    swept = [override for override in overrides if re.fullmatch(r"[\w.]+=[\w.${}-]+(,[\w.${}-]+)+", override)]
-    first = [re.sub(r",.*", "", override) if override in swept else override for override in overrides]
-    plugins = [plugin for recipe, plugin in PLUGINS.items() if f"recipes={recipe}" in arguments]
-    for plugin in plugins:  # proposes what is swept
-        pytest.importorskip(plugin)
-    assert swept or plugins or "-m" not in arguments
-    assert compose("train", first)
+@pytest.mark.parametrize("together", TOGETHER.values())
+def test_training_commands_compose(together: list[list[str]]) -> None:
+    words = dict[str, None]()
+    for given in together:
+        overrides = [with_quotes(argument) for argument in given if argument != "-m"]
+        swept = [override for override in overrides if re.fullmatch(r"[\w.]+=[\w.${}-]+(,[\w.${}-]+)+", override)]
+        first = [re.sub(r",.*", "", override) if override in swept else override for override in overrides]
+        plugins = [plugin for recipe, plugin in PLUGINS.items() if f"recipes={recipe}" in given]
+        for plugin in plugins:  # proposes what is swept
+            pytest.importorskip(plugin)
+        assert swept or plugins or "-m" not in given
+        words |= dict.fromkeys(first)
+    assert compose("train", [*words])
 
 
 def test_generation_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
