@@ -78,7 +78,7 @@ def test_every_carried_file_is_read_once_within_so_many_commits(
     monkeypatch.setattr(CarriedFileVerifier, "_read", reading)
     with node(tmp_path, keep_last=3) as made:
         made.save(1)
-        for step in range(2, 20):
+        for step in range(2, 14):
             made.snapshot(step, fresh=[0], persist=[0])  # all other experts are carried from the first on
             made.persist()
             while not is_busy and made.agent.verify_carried():

@@ -83,7 +83,7 @@ objects = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=40)
 @given(value=objects)
 def test_what_may_travel_comes_back_as_it_was(value: Any) -> None:
     assert same(decode(encode(value)), value)

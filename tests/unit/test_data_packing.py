@@ -71,7 +71,7 @@ def test_first_fit_takes_the_first_pack_with_room(lengths: list[int], capacity: 
     assert min(room) >= 0
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(lengths=LENGTHS, seed=st.none() | st.integers(0, 9))
 def test_every_document_is_in_one_pack_whole(lengths: list[int], seed: int | None) -> None:
     packs = packed(lengths, seed)
@@ -88,7 +88,7 @@ def test_every_document_is_in_one_pack_whole(lengths: list[int], seed: int | Non
         assert begins.tolist() == starts + [ends[-1]] * (20 - ends[-1])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(lengths=st.lists(st.integers(5, 20), min_size=16, max_size=40), ranks=st.integers(1, 4), stop=st.integers(0, 6))
 def test_steps_are_the_same_on_any_ranks_and_from_anywhere(lengths: list[int], ranks: int, stop: int) -> None:
     def steps(rank: int, world_size: int, first: int) -> list[list[list[int]]]:

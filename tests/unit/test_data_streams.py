@@ -117,7 +117,7 @@ def test_passes_follow_each_other_and_each_is_whole(kind: type[Plain]) -> None:
         assert sorted(order[lap * SIZE : (lap + 1) * SIZE]) == [100 * lap + i for i in range(SIZE)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     kind=st.sampled_from([Plain, Stateful, Drawing]),
     runs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.sampled_from([0, 1, 2])), min_size=1, max_size=4),

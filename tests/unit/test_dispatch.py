@@ -44,7 +44,7 @@ def token_by_token(tokens: np.ndarray, quota: np.ndarray) -> np.ndarray:
     return dispatch
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layers())
 def test_plan_equals_matching_token_by_token(layer):
     tokens, _, quota = layer

@@ -117,7 +117,7 @@ def test_a_long_reason_fits_into_messages() -> None:
         assert len(encode(message)) < 10_000
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 2)), max_size=40))
 def test_any_order_of_events(history: list[tuple[Any, float]]) -> None:
     state, now = client(), 0.0

@@ -38,7 +38,7 @@ def carry(source: Channel, target: Channel) -> list[Message]:
     return target.receive(data)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(there=MESSAGES, back=MESSAGES, cut=st.integers(1, 50))
 def test_messages_arrive_as_they_were_in_pieces_of_any_size(
     there: list[Message], back: list[Message], cut: int
