@@ -45,19 +45,18 @@ def random_placement(seed: int, ranks: int) -> list[Any]:
             [("plain", {}), ("plain", {"dense": "zero1"}), ("accumulate", {"replicas": 2}), ("llama", {"replicas": 2})],
         ),
         slow(2, [("top_1", {"replicas": 2})]),
-        (3, [("plain", {}), ("noisy", {})]),
-        # Each way to place experts once, then each training once; equal placements of both are slow rows.
-        (
+        # Each way to place experts once, and each training once; equal placements of both are slow rows.
+        (2, [("plain", {"ep_size": 1}), ("uneven", {"replicas": 2})]),
+        (3, [("plain", {}), ("noisy", {}), ("accumulate", {"dense": "zero1"}), ("skewed", {"replicas": 3})]),
+        (4, [("plain", {"ep_size": 2}), ("plain", {"placement": random_placement(2, 4), "quota": "equal"})]),
+        slow(
             4,
             [
-                ("plain", {"ep_size": 2}),
                 ("plain", {"ep_size": 1}),
-                ("plain", {"placement": random_placement(2, 4), "quota": "equal"}),
+                ("uneven", {"replicas": 2}),
+                ("accumulate", {"dense": "zero1"}),
+                ("skewed", {"replicas": 4}),
             ],
-        ),
-        (
-            4,
-            [("uneven", {"replicas": 2}), ("accumulate", {"dense": "zero1"}), ("skewed", {"replicas": 4})],
         ),
         slow(
             4,

@@ -23,7 +23,7 @@ from moe_lightning.strategies.precision import AgreedScaler
 from moe_lightning.strategies.state_check import StateCheck
 from moe_lightning.strategies.watch import FiniteWatch
 from moe_lightning.strategies.worlds import Worlds
-from tests.distributed.harness import connect, run_ranks
+from tests.distributed.harness import connect, run_pooled, run_ranks
 from tests.distributed.training import OwnModule, RandomTokens, make_trainer
 
 
@@ -90,7 +90,7 @@ def fits_another_optimizer(rank: int, world_size: int) -> str:
 
 
 def test_the_optimizers_of_every_fit_are_checked() -> None:
-    assert all("Adafactor" in told for told in run_ranks(2, fits_another_optimizer))
+    assert all("Adafactor" in told for told in run_pooled(2, fits_another_optimizer))
 
 
 def overflows(rank: int, world_size: int) -> bool:
@@ -106,7 +106,7 @@ def overflows(rank: int, world_size: int) -> bool:
 
 
 def test_ranks_without_gradients_learn_of_overflows() -> None:
-    assert run_ranks(2, overflows) == [True, True]
+    assert run_pooled(2, overflows) == [True, True]
 
 
 def warns_in_each_fit(rank: int, world_size: int) -> list[str]:

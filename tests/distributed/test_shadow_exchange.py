@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def dispatch_with_shadows(rank: int, world_size: int) -> int:
     """Dispatch, scale each row by its expert, combine: as if no token had travelled; and the quota is the plan's."""
     world = connect()
     shadow_copies = 0
-    for seed in range(20):
+    for seed in range(10):
         rng = np.random.default_rng((seed, world_size))
         placement = random_placement(rng, world_size, 5)
         plan = random_shadows(rng, placement)
@@ -163,7 +163,7 @@ def visit_with_adapters(rank: int, world_size: int) -> torch.Tensor | None:
 
 
 def test_gradients_go_home_in_their_dtype() -> None:
-    home, _ = run_ranks(2, visit_with_adapters)
+    home, _ = run_pooled(2, visit_with_adapters)
     assert torch.equal(home, torch.full((1, 5), 3.0))
 
 
@@ -227,6 +227,15 @@ class RunningInVain(Resting):
     runs = True
 
 
+RESTING: dict[str, Any] = {"steps": 4, "strategy": {"find_unused_parameters": True, "slots": 6}}
+
+
+@cache
+def resting_alone(module: type[Resting]) -> dict[str, Any]:
+    result: dict[str, Any] = run_pooled(1, partial(train, own_module=module, **RESTING))[0]
+    return result
+
+
 @pytest.mark.parametrize("module", [Resting, RunningInVain])
 @pytest.mark.parametrize(
     "moving",
@@ -236,11 +245,10 @@ class RunningInVain(Resting):
 def test_experts_that_rest_in_a_step_are_neither_moved_nor_decayed(
     module: type[Resting], moving: dict[str, Any]
 ) -> None:
-    options = {"own_module": module, "steps": 4, "strategy": {"find_unused_parameters": True, "slots": 6}}
-    (alone,), ranks = run_pooled(1, partial(train, **options)), run_pooled(2, partial(train, moving=moving, **options))
+    ranks = run_pooled(2, partial(train, own_module=module, moving=moving, **RESTING))
     assert (ranks[0]["shadow_copies"] > 0) == moving["shadows"]
     assert (ranks[0]["moved_states"] > 0) == ("move_at" in moving)
-    assert_same_training(alone, ranks)
+    assert_same_training(resting_alone(module), ranks)
 
 
 class CheckpointedModule(OwnModule):
@@ -257,7 +265,7 @@ class CheckpointedModule(OwnModule):
 
 def train_checkpointed(rank: int, world_size: int, shadows: bool) -> tuple[list[float], int]:
     recorder, mover = Recorder(), Moving(shadows=shadows)
-    trainer = make_trainer(rank, world_size, max_steps=6, callbacks=[recorder, mover])
+    trainer = make_trainer(rank, world_size, max_steps=4, callbacks=[recorder, mover])
     trainer.fit(CheckpointedModule(), DataLoader(RandomTokens(72), batch_size=12))
     return recorder.losses, mover.shadow_copies
 

@@ -23,11 +23,11 @@ from moe_lightning.strategies.watch import limit_of
 from moe_lightning.strategies.worlds import ExpertParallelCallback
 from tests.agents import ForkedAgent
 from tests.chaos.elastic_worker import state_digests
-from tests.distributed.harness import run_pooled, run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import Numbered, OwnModule, RandomTokens, Warned, make_trainer
 from tests.parameters import slow
 
-BATCH, EVERY, SPIKE, STEPS = 4, 3, 16, 22
+BATCH, EVERY, SPIKE, STEPS = 4, 3, 16, 18
 RESTORED = 12  # the older one of the copies of steps 12 and 15
 
 
@@ -202,7 +202,7 @@ def fit_with_damaged_copy(rank: int, world_size: int) -> str:
 
 
 def test_a_damaged_copy_is_found_before_it_is_used() -> None:
-    for told in run_ranks(2, fit_with_damaged_copy):
+    for told in run_pooled(2, fit_with_damaged_copy):
         assert told.startswith(f"after step {SPIKE} the replicas of out.weight differ between ranks [0] and ranks [1]")
 
 

@@ -39,7 +39,7 @@ from moe_lightning.strategies.optimizer_checks import require_updates_by_expert,
 from moe_lightning.strategies.train_state import TrainState
 from moe_lightning.strategies.worlds import Worlds
 from tests.chaos.elastic_worker import state_digests
-from tests.distributed.harness import connect, run_pooled, run_ranks
+from tests.distributed.harness import connect, run_pooled
 from tests.distributed.training import OwnModule, RandomTokens, Warned, make_trainer, train
 from tests.parameters import slow
 
@@ -399,22 +399,24 @@ def fit_meddled(rank: int, world_size: int, replicas: int, every: int, step: int
     trainer = make_trainer(rank, world_size, options, callbacks=[Meddler(step)], max_steps=8)
     compared = 0
     stock = state_check.differing
+    module, loader = OwnModule(), DataLoader(RandomTokens(96), batch_size=12)
 
     def counted(*args: Any) -> Any:
         nonlocal compared
         compared += 1
         return stock(*args)
 
-    state_check.differing = counted  # type: ignore[attr-defined]
-    try:
-        trainer.fit(OwnModule(), DataLoader(RandomTokens(96), batch_size=12))
-    except StateDamagedError as error:
-        return str(error), trainer.global_step, compared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_check, "differing", counted)
+        try:
+            trainer.fit(module, loader)
+        except StateDamagedError as error:
+            return str(error), trainer.global_step, compared
     return "", trainer.global_step, compared
 
 
 def test_a_meddled_replica_ends_the_run_at_the_next_comparison() -> None:
-    first, second = run_ranks(2, fit_meddled, 2, 3, 4)
+    first, second = run_pooled(2, fit_meddled, 2, 3, 4)
     assert first == second
     assert first[1:] == (6, 3)
     assert first[0].startswith(
@@ -450,7 +452,7 @@ def test_all_ranks_compare_before_a_save_in_which_no_step_has_begun(
 
 @pytest.mark.parametrize(("replicas", "every", "compared"), [(2, 3, 4), slow(2, 0, 0), slow(2, 100, 0), (1, 3, 4)])
 def test_nothing_is_compared_in_other_steps(replicas: int, every: int, compared: int) -> None:
-    assert run_ranks(2, fit_meddled, replicas, every, -1) == [("", 8, compared)] * 2
+    assert run_pooled(2, fit_meddled, replicas, every, -1) == [("", 8, compared)] * 2
 
 
 def test_a_further_training_is_checked_from_its_begin() -> None:
@@ -545,8 +547,8 @@ def flip_bits(
     flip = FlipBits(20)
     model = {"tie_embeddings": False, "router": {"top_k": 2, "bias_update_rate": 0.01}}
     train(
-        rank, world_size, model=model, strategy={"check_state_every": 1, **strategy}, trainer=options, steps=4,
-        dataset_size=48, callbacks=[flip],
+        rank, world_size, model=model, strategy={"check_state_every": 1, **strategy}, trainer=options, steps=3,
+        dataset_size=36, callbacks=[flip],
     )  # fmt: skip
     return flip.flipped, flip.unseen
 

@@ -83,14 +83,14 @@ class Witness(GPTModule):
 
 def evaluate(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, Any]:
     trainer, module = make_trainer(rank, world_size, strategy), Witness()
-    loaders = [DataLoader(RandomTokens(size), batch_size=10) for size in (34, 20)]
+    loaders = [DataLoader(RandomTokens(size), batch_size=10) for size in (14, 10)]
     validation = [
         {name: float(value) for name, value in result.items()}
         for result in trainer.validate(module, loaders, verbose=False)
     ]
     validated, module.seen = module.seen, []
-    test = trainer.test(module, DataLoader(RandomTokens(20), batch_size=8, shuffle=True), verbose=False)
-    predictions = trainer.predict(module, DataLoader(RandomTokens(22), batch_size=7))
+    test = trainer.test(module, DataLoader(RandomTokens(12), batch_size=8, shuffle=True), verbose=False)
+    predictions = trainer.predict(module, DataLoader(RandomTokens(8), batch_size=7))
     assert predictions is not None
     return {
         "validation": validation,
@@ -124,12 +124,12 @@ def test_evaluation_sees_every_sample_once(world_size: int, strategy: dict[str, 
 
 def fit_validate_fit(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
-    trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder], max_steps=4, gradient_clip_val=1.0)
-    module, held_out = tiny_gpt(), DataLoader(RandomTokens(30), batch_size=10)
+    trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder], max_steps=3, gradient_clip_val=1.0)
+    module, held_out = tiny_gpt(), DataLoader(RandomTokens(15), batch_size=10)
     trainer.fit(module, train_loader())
     first = trainer.validate(module, held_out, verbose=False)[0]["val/loss"]
     again = trainer.validate(module, held_out, verbose=False)[0]["val/loss"]
-    trainer.fit_loop.epoch_loop.max_steps = 8
+    trainer.fit_loop.epoch_loop.max_steps = 5
     trainer.fit(module, train_loader())
     return {
         "losses": recorder.losses,
@@ -148,7 +148,7 @@ def test_fit_then_validate_then_fit(world_size: int, strategy: dict[str, Any]) -
     for result in run_pooled(world_size, fit_validate_fit, strategy):
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["validations"], alone["validations"], rtol=0, atol=1e-5)
-        assert len(result["losses"]) == 8
+        assert len(result["losses"]) == 5
         if result["state"]:
             assert_close(result["state"], alone["state"])
 
@@ -190,7 +190,7 @@ class ManualModule(OwnModule):
 
 def fit_manually(rank: int, world_size: int, strategy: dict[str, Any], algorithm: str) -> dict[str, Any]:
     recorder = Recorder()
-    trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder], max_steps=12)
+    trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder], max_steps=6)
     module = ManualModule(algorithm)
     trainer.fit(module, train_loader(batch_size=13))
     return {"losses": recorder.losses, "state": full_state(trainer)}
@@ -253,7 +253,7 @@ def fit_module(
     rank: int, world_size: int, strategy: dict[str, Any], kind: str, options: dict[str, Any]
 ) -> dict[str, Any]:
     recorder = Recorder()
-    trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder], **{"max_steps": 8} | options)
+    trainer = make_trainer(rank, world_size, strategy, callbacks=[recorder], **{"max_steps": 4} | options)
     trainer.fit(MODULES[kind](), train_loader())
     return {"losses": recorder.losses, "state": full_state(trainer)}
 
@@ -287,7 +287,7 @@ class TwoSources(OwnModule):
 def fit_two_loaders(
     rank: int, world_size: int, sizes: tuple[int, int], drop_last: bool = True
 ) -> dict[str, np.ndarray] | str:
-    trainer = make_trainer(rank, world_size, {}, max_steps=5)
+    trainer = make_trainer(rank, world_size, {}, max_steps=3)
     data = {"a": (RandomTokens(96), sizes[0]), "b": (RandomTokens(60), sizes[1])}
     loaders = {name: DataLoader(d, batch_size=b, shuffle=True, drop_last=drop_last) for name, (d, b) in data.items()}
     try:

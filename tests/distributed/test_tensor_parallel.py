@@ -35,7 +35,7 @@ from moe_lightning.parallel.tensor import (
 )
 from moe_lightning.strategies.checks import require_own_sharding
 from tests.distributed.harness import run_pooled
-from tests.distributed.same_training import TOLERANCE
+from tests.distributed.same_training import TOLERANCE, on_one_world
 from tests.distributed.test_meshes import LLAMA, TP2, run, save
 from tests.distributed.training import TINY, RandomTokens, make_trainer, stepped, train
 from tests.parameters import slow
@@ -248,11 +248,11 @@ def summed(rank: int, world_size: int, strategy: dict[str, Any]) -> tuple[list[t
     return sums.steps, sums.epoch
 
 
-@pytest.mark.parametrize("strategy", [TP2, {}])
-def test_each_sample_is_summed_once(strategy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("ranks", "strategy"), [(4, TP2), (2, {})])
+def test_each_sample_is_summed_once(ranks: int, strategy: dict[str, Any]) -> None:
     """Also where ranks have none in the last batch."""
     expected = [(12.0, 12.0), (12.0, 12.0), (1.0, 1.0)], 25.0
-    assert run_pooled(4, partial(summed, strategy=strategy)) == [expected] * 4
+    assert run_pooled(ranks, partial(summed, strategy=strategy)) == [expected] * ranks
 
 
 class Speed(Callback):
@@ -266,7 +266,7 @@ class Speed(Callback):
 
 def watched(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
     telemetry, speed = Telemetry(), Speed()
-    train(rank, world_size, steps=3, callbacks=[telemetry, speed], **options)
+    train(rank, world_size, steps=2, callbacks=[telemetry, speed], **options)
     return telemetry.tokens_seen, round(speed.tokens_per_s * telemetry.train_s)
 
 
@@ -274,7 +274,7 @@ def watched(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, i
     "options", [{"strategy": TP2}, {"strategy": {"mesh": {"pp": 2}}, "model": {"tie_embeddings": False}}]
 )
 def test_each_token_is_counted_once(options: dict[str, Any]) -> None:
-    assert run_pooled(4, partial(watched, options=options)) == [(3 * 12 * 16, 3 * 12 * 16)] * 4
+    assert run_pooled(4, partial(watched, options=options)) == [(2 * 12 * 16, 2 * 12 * 16)] * 4
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -283,8 +283,9 @@ def test_each_token_is_counted_once(options: dict[str, Any]) -> None:
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     run_pooled(4, partial(save, strategy=TP2, model=LLAMA, folder=str(tmp_path)))
     calm = run(1, model=LLAMA)[0]
-    for source in ("one.ckpt", "steps"):
-        for result in run(2, model=LLAMA, strategy=TP2, ckpt_path=str(tmp_path / source)):
+    resumes = [{"model": LLAMA, "strategy": TP2, "ckpt_path": str(tmp_path / name)} for name in ("one.ckpt", "steps")]
+    for ranks in on_one_world(2, train, resumes):
+        for result in ranks:
             np.testing.assert_allclose(result["losses"], calm["losses"][2:], rtol=0, atol=TOLERANCE)
 
 

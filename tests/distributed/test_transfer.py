@@ -176,7 +176,7 @@ def resharded(rank: int, world_size: int, rounds: int) -> int:
 
 
 def test_blocks_with_their_moments_come_from_any_layout_to_any_other() -> None:
-    assert min(run_pooled(3, resharded, 60)) > 30
+    assert min(run_pooled(3, resharded, 30)) > 30
 
 
 def one_meeting(rank: int, world_size: int) -> int:
@@ -202,7 +202,7 @@ def disagreement(rank: int, world_size: int) -> str:
 
 
 def test_ranks_with_other_moments_under_a_key_are_refused() -> None:
-    first, second = run_ranks(2, disagreement)
+    first, second = run_pooled(2, disagreement)
     assert first == second
     assert first.startswith("rank 1 has other tensors of w than others: give all ranks the same")
 
@@ -246,7 +246,7 @@ def fetched(rank: int, world_size: int) -> list[tuple[float, dict[str, Tensor]]]
 
 
 def test_who_has_no_valid_values_gets_all_and_who_is_behind_hyperparameters() -> None:
-    first, second = run_ranks(2, fetched)
+    first, second = run_pooled(2, fetched)
     assert [lr for lr, _ in first[1:]] == [0.25, 0.25], "from the rank that is not behind"
     assert [lr for lr, _ in second[1:]] == [0.25, 0.25]
     expected = first[0][1]

@@ -113,7 +113,7 @@ MODULES = {
 def fit(rank: int, world_size: int, kind: str, strategy: dict[str, Any], micros: int = 1) -> dict[str, Any]:
     recorder = Recorder()
     trainer = make_trainer(
-        rank, world_size, strategy, callbacks=[recorder], max_steps=6, accumulate_grad_batches=micros
+        rank, world_size, strategy, callbacks=[recorder], max_steps=5, accumulate_grad_batches=micros
     )
     data = RandomTokens(45) if kind.startswith("sum") else Masked()
     held_out = None if kind.startswith(("sum", "plain")) else DataLoader(Masked(13), batch_size=6)
@@ -313,7 +313,7 @@ class Penalized(OwnModule):
 
 @pytest.mark.parametrize("strategy", [slow({}), {"replicas": 2}])
 def test_a_penalty_on_experts_is_that_of_one_rank(strategy: dict[str, Any]) -> None:
-    options = partial(train, own_module=Penalized, steps=6, batch_size=5, dataset_size=11)
+    options = partial(train, own_module=Penalized, steps=4, batch_size=5, dataset_size=11)
     (alone,) = run_pooled(1, options)
     for result in run_pooled(3, partial(options, strategy=strategy)):
         assert result["losses"] == pytest.approx(alone["losses"], rel=0, abs=1e-5)

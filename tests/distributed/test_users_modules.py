@@ -328,7 +328,7 @@ class Case:
 
 
 CASES = {
-    "in order": Case(train=tokens(24, 6)),
+    "in order": Case(train=tokens(18, 6)),
     "seven samples": Case(train=tokens(7, 4)),
     "fewer than a batch": Case(train=tokens(5, 8)),
     "one is left": Case(train=tokens(10, 3), options={"max_epochs": 3}),
@@ -352,8 +352,8 @@ CASES = {
     "other players' gradients": Case(
         module=OtherPlayersGradients, train=tokens(13, 6), strategy={"find_unused_parameters": True}
     ),
-    "layers in turn": Case(module=LayersInTurn, train=tokens(24, 6), strategy={"find_unused_parameters": True}),
-    "clipped by group": Case(module=ClippedByGroup, train=tokens(24, 6)),
+    "layers in turn": Case(module=LayersInTurn, train=tokens(18, 6), strategy={"find_unused_parameters": True}),
+    "clipped by group": Case(module=ClippedByGroup, train=tokens(18, 6)),
     "steps in a hook": Case(module=StepsInHook, train=tokens(13, 6)),
     "sparse gradients": Case(module=SparseTable, train=tokens(13, 6)),
     "accumulating players": Case(
@@ -361,7 +361,7 @@ CASES = {
     ),
     "linear probe": Case(module=LinearProbe, train=tokens(24, 6)),
     "accumulated probe": Case(module=LinearProbe, train=tokens(24, 3), options={"accumulate_grad_batches": 2}),
-    "groups by attribute": Case(module=GroupsByAttribute, train=tokens(24, 6)),
+    "groups by attribute": Case(module=GroupsByAttribute, train=tokens(18, 6)),
     "updates every second": Case(module=UpdatesEverySecond, train=tokens(24, 6)),
     "clears every second": Case(module=ClearsEverySecond, train=tokens(24, 6)),
 }
@@ -708,20 +708,20 @@ def test_batch_statistics_of_a_rank_are_named_once() -> None:
 
 @pytest.mark.parametrize("world_size", [1, slow(2)])
 def test_a_compiled_module_is_refused(world_size: int) -> None:
-    for messages in run_ranks(world_size, fit_said, "compiled"):
+    for messages in run_pooled(world_size, fit_said, "compiled"):
         assert "torch.compile of the whole module" in messages[0]
         assert "CompileDense()" in messages[0]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("part", "moe"), ("in place", "the whole module")])
 def test_a_compiled_part_with_experts_is_refused(kind: str, name: str) -> None:
-    ((message,),) = run_ranks(1, fit_said, kind)
+    ((message,),) = run_pooled(1, fit_said, kind)
     assert message.startswith(f"torch.compile of {name}, which has experts, cannot follow tokens")
 
 
 def test_a_step_that_fetches_its_batches_needs_one_rank() -> None:
-    assert run_ranks(1, fit_said, "iterator") == [[]]
-    for (message,) in run_ranks(2, fit_said, "iterator"):
+    assert run_pooled(1, fit_said, "iterator") == [[]]
+    for (message,) in run_pooled(2, fit_said, "iterator"):
         assert message.startswith("a step with dataloader_iter fetches its batches itself")
 
 
@@ -743,11 +743,11 @@ def fit_part(rank: int, world_size: int, strategy: Options | None, steps: int, p
 def test_a_checkpoint_inside_an_epoch_goes_on_in_stock_lightning(world_size: int, tmp_path: Path) -> None:
     ours, theirs, back = (str(tmp_path / f"{name}.ckpt") for name in ("ours", "theirs", "back"))
     run_pooled(world_size, fit_part, {}, 3, (None, ours))
-    ((values, steps),) = run_pooled(1, fit_part, None, 7, (ours, theirs))
-    assert steps == 7
-    assert len([name for name, _ in values if name == "train"]) == 4
-    for _, steps in run_pooled(world_size, fit_part, {}, 9, (theirs, back)):
-        assert steps == 9
+    ((values, steps),) = run_pooled(1, fit_part, None, 6, (ours, theirs))
+    assert steps == 6
+    assert len([name for name, _ in values if name == "train"]) == 3
+    for _, steps in run_pooled(world_size, fit_part, {}, 7, (theirs, back)):
+        assert steps == 7
 
 
 PROMPT = """
@@ -793,5 +793,5 @@ def look(rank: int, world_size: int) -> list[Any]:
 
 def test_a_loader_that_was_cut_has_what_the_users_has() -> None:
     for world_size in (1, 2):
-        for found in run_ranks(world_size, look)[0]:
+        for found in run_pooled(world_size, look)[0]:
             assert found == [True, True, 6 // world_size, 0, 1, True]

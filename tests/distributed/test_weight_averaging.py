@@ -20,7 +20,7 @@ from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer, quiet, quiet_trainer
 from tests.parameters import slow
 
-STEPS = 6
+STEPS = 4
 STAGED: dict[str, Any] = TINY | {
     "num_layers": 4, "tie_embeddings": False, "router": {"top_k": 2, "aux_loss_coef": 0.0, "bias_update_rate": 0.01},
 }  # fmt: skip
@@ -195,7 +195,7 @@ def resumed(
         if rank == 0:
             Path("files").rename(Path(folder) / "files")
         return found
-    return train(rank, world_size, "equal", strategy, path=folder, rate=0.01, gpt=gpt)
+    return train(rank, world_size, "equal", strategy, path=folder, steps=6, rate=0.01, gpt=gpt)
 
 
 def measured(rank: int, world_size: int, strategy: dict[str, Any], path: str, gpt: dict[str, Any] | None) -> float:
@@ -219,7 +219,7 @@ def test_a_resume_on_other_ranks_goes_on_with_both_weights(
     tmp_path: Path, source: str, before: tuple[int, Any], after: tuple[int, Any]
 ) -> None:
     gpt = STAGED if any("mesh" in strategy for _, strategy in (before, after)) else None
-    (quiet,) = run_pooled(1, partial(train, rate=0.01, gpt=gpt), "equal")
+    (quiet,) = run_pooled(1, partial(train, steps=6, rate=0.01, gpt=gpt), "equal")
     run_pooled(before[0], resumed, before[1], str(tmp_path), True, gpt)
     loss = run_pooled(after[0], measured, after[1], str(tmp_path / source), gpt)[0]
     assert loss == pytest.approx(quiet["losses"][1], abs=1e-5)

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from moe_lightning import ConfigurationError, GPTModule, MoELayer
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.strategies.checks import check_for_pipeline
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_pooled
 from tests.distributed.training import TINY, OwnModule, RandomTokens, make_trainer
 
 
@@ -199,7 +199,7 @@ def test_sparse_gradients_of_stages_are_refused() -> None:
 
 
 def test_wrong_runs_are_one_sentence_on_every_rank() -> None:
-    for outcomes in run_ranks(2, provoke):
+    for outcomes in run_pooled(2, provoke):
         for expected, (kind, message) in zip(CASES, outcomes, strict=True):
             assert kind == ConfigurationError.__name__, f"{expected}: {kind}: {message}"
             assert expected in message, f"{expected!r} is not in {message!r}"
@@ -207,7 +207,7 @@ def test_wrong_runs_are_one_sentence_on_every_rank() -> None:
 
 
 def test_static_graph_is_refused_where_ddp_accumulates_only() -> None:
-    run_ranks(2, accumulate_without_ddp)
+    run_pooled(2, accumulate_without_ddp)
 
 
 def accumulate_without_ddp(rank: int, world_size: int) -> None:
@@ -221,7 +221,7 @@ def test_a_placement_file_is_read(tmp_path: Path) -> None:
     np.save(tmp_path / "placement.npy", table)
     (tmp_path / "placement.json").write_text(str(table.tolist()))
     for name in ("placement.npy", "placement.json"):
-        held = run_ranks(2, experts_held, str(tmp_path / name))
+        held = run_pooled(2, experts_held, str(tmp_path / name))
         assert held == [(0, 1, 2), (3, 4, 5)]
 
 
@@ -233,7 +233,7 @@ def experts_held(rank: int, world_size: int, path: str) -> tuple[int, ...]:
 
 def test_a_setup_that_fails_before_experts_have_values_says_why() -> None:
     """Tearing down must not hide the mistake behind an error about tensors without data."""
-    assert "no-such-file.json does not exist" in run_ranks(1, _fit_without_placement)[0]
+    assert "no-such-file.json does not exist" in run_pooled(1, _fit_without_placement)[0]
 
 
 def _fit_without_placement(rank: int, world_size: int) -> str:
