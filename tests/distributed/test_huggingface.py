@@ -30,7 +30,7 @@ DENSE = ("llama", "mistral", "qwen3_dense")
 TP2 = {"mesh": {"tp": 2}}
 IN_PARTS = ("mixtral_tied", "olmoe", "qwen3", "deepseek", "ernie", "granite", "qwen2", "glm4", "deepseek_v2")
 UPCYCLED = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "llama": {}}
-STEPS = 3
+STEPS = 4
 OPTIMIZER = {"lr": 1e-3, "warmup_steps": 2, "decay": "constant"}
 
 
