@@ -29,7 +29,8 @@ class Wrong(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._is_wrong = trainer.global_rank == 1
-        self._mode.__enter__()
+        if self._is_wrong:  # it slows every operation
+            self._mode.__enter__()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         mark, is_due = self._folder / "wrong", self._is_wrong and trainer.global_step >= self._step
@@ -38,7 +39,8 @@ class Wrong(pl.Callback):
             mark.touch()
 
     def on_fit_end(self, *_: Any) -> None:
-        self._mode.__exit__(None, None, None)
+        if self._is_wrong:
+            self._mode.__exit__(None, None, None)
 
 
 def wrong(folder: Path, **options: Any) -> list[pl.Callback]:
