@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from moe_lightning.checkpoint.training_state import preserved_generators
+from moe_lightning.data.sampler import OwnGenerators
 from moe_lightning.errors import ConfigurationError
 from moe_lightning.state.table import require_row_each
 from moe_lightning.state.tensors import is_sharded, local
@@ -54,7 +55,7 @@ class _Outline(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """What some updates have made of a small parameter, and the states of its optimizer."""
+    """A small parameter after some updates, and its states in the optimizer."""
 
     parameter: Tensor
     states: dict[str, Any]
@@ -95,10 +96,10 @@ def _require_updates_by_expert(optimizer: Optimizer, group: dict[str, Any], para
             f"{type(optimizer).__name__} updates an expert differently beside other experts, so replicas would diverge "
             f"and the loss would depend on the number of ranks: {cure} for experts"
         )
-    for trial in trials[-1:]:  # it can be tried
-        for scope, value in trial.states.items():
+    if trials:  # it can be tried
+        for scope, value in trials[-1].states.items():
             if isinstance(value, Tensor) and value.ndim:  # a number belongs to all rows
-                require_row_each(scope, value, "experts", trial.parameter)
+                require_row_each(scope, value, "experts", trials[-1].parameter)
 
 
 _ELEMENTWISE = "use AdamW or another elementwise optimizer, with float32 parameters"
@@ -191,21 +192,15 @@ def _updated(
         return [row[None] for row in list(together)[::-1]] if are_apart else [together]
 
     trials = [nn.Parameter(_FIRST_WEIGHTS * value) for value in values(0)]
-    with preserved_generators(device):
-        _seed(device)  # an optimizer may add noise
+    with preserved_generators(device), OwnGenerators(0):  # an optimizer may add noise
+        if device.type == "cuda":
+            torch.cuda.manual_seed(0)  # torch.manual_seed would seed all devices
         replica = kind(trials, **copy.deepcopy(options.values))
         for step in range(_STEPS):
             for trial, gradient in zip(trials, values(1 + step), strict=True):
                 trial.grad = gradient * growth**step
             replica.step(lambda: 0.0)
     return _Trial(trials[0].detach(), dict(replica.state.get(trials[0], {})))
-
-
-def _seed(device: torch.device) -> None:
-    """Seed the generators that `preserved_generators` restores; torch.manual_seed would seed those of all devices."""
-    torch.default_generator.manual_seed(0)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(0)
 
 
 def _outline(parameter: Tensor) -> _Outline:
