@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from moe_lightning import GPTModule, OptimizerConfig
 from moe_lightning.callbacks.checkpoint import PartialExpertsCheckpoint
 from moe_lightning.callbacks.fault_recovery import FaultRecovery
+from moe_lightning.checkpoint.directory import checkpoints
 from moe_lightning.elastic.worker import RunFinished
 from moe_lightning.parallel import exchange, sequence
 from moe_lightning.state.tensors import is_sharded, local
@@ -202,8 +203,7 @@ class Holder(pl.Callback):
         wait_until(may_go_on, f"what {hold} waits for does not come")
 
     def _newest_stored(self) -> int:
-        stored = self._root.glob("step-*/MANIFEST.json")
-        return max((int(path.parent.name.split("-")[1]) for path in stored), default=0)
+        return max((manifest.step for _, manifest in checkpoints(self._root)), default=0)
 
 
 class UntilCommitted(pl.Callback):

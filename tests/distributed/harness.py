@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_lightning.errors import UserError
 from moe_lightning.parallel.context import World
 from tests.forks import FORKS, PATIENCE_S, fork, kill
 
@@ -121,6 +122,19 @@ def run_pooled(world_size: int, function: Callable[..., Any], *args: Any) -> lis
     thread is not used again.
     """
     return run_ranks(world_size, function, *args, pooled=True)
+
+
+def run_refused(world_size: int, function: Callable[..., Any], *args: Any) -> list[str]:
+    """Sentences with which pooled ranks refuse function(rank, world_size, *args), as all of them must."""
+    return run_pooled(world_size, _refusal, function, *args)
+
+
+def _refusal(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> str:
+    try:
+        function(rank, world_size, *args)
+    except UserError as error:
+        return str(error)
+    raise AssertionError(f"rank {rank} refuses nothing")
 
 
 @atexit.register

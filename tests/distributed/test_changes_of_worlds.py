@@ -320,7 +320,7 @@ class Named(GPTModule):
 
 
 BATCHES = (2, 3)
-"""Of an epoch."""
+"""Numbers of batches in an epoch."""
 
 
 def log_by_name(rank: int, world_size: int, run: Run) -> list[dict[str, float]]:

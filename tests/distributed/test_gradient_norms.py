@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from moe_lightning import ConfigurationError, GPTModule, OptimizerConfig, gradient_norms
-from tests.distributed.harness import run_pooled
+from moe_lightning import GPTModule, OptimizerConfig, gradient_norms
+from tests.distributed.harness import run_pooled, run_refused
 from tests.distributed.training import TINY, OwnModule, train
 from tests.parameters import slow
 
@@ -219,15 +219,9 @@ def test_own_clipping_is_that_of_one_rank(kind: type, ranks: int, strategy: dict
         assert losses == pytest.approx(clipped_on_one_rank(kind), rel=0, abs=1e-5)
 
 
-def refusal(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> str:
-    with pytest.raises((ConfigurationError, RuntimeError)) as caught:
-        function(rank, world_size, *args)
-    return str(caught.value)
-
-
 def assert_refused(message: str, function: Callable[..., Any], *args: Any) -> None:
     """On all ranks."""
-    for said in run_pooled(2, refusal, function, *args):
+    for said in run_refused(2, function, *args):
         assert re.search(message, said, re.DOTALL)
 
 

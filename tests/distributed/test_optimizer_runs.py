@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from moe_lightning import ConfigurationError, GPTModule, OptimizerConfig, PartialExpertsCheckpoint
+from moe_lightning import GPTModule, OptimizerConfig, PartialExpertsCheckpoint
 from moe_lightning.dispatch.placement import Placement
-from tests.distributed.harness import run_pooled
+from tests.distributed.harness import run_pooled, run_refused
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer
 from tests.parameters import slow
 
@@ -115,12 +115,6 @@ def test_partial_checkpoints_hold_the_states(name: str, tmp_path: Path) -> None:
     assert len(on_two) == STEPS - 4
 
 
-def refused(rank: int, world_size: int, function: Any, *args: Any) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        function(rank, world_size, *args)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "strategy", "said"),
     [
@@ -132,7 +126,7 @@ def refused(rank: int, world_size: int, function: Any, *args: Any) -> str:
 def test_matrices_that_are_cut_are_refused(name: str, strategy: dict[str, Any], said: str) -> None:
     """By what the user has set."""
     updates = f"{name.title()} updates the rows of a parameter by what is in other rows, and {said}"
-    for sentence in run_pooled(2, refused, fit, name, strategy):
+    for sentence in run_refused(2, fit, name, strategy):
         assert re.match(updates, sentence), sentence
 
 
@@ -167,5 +161,5 @@ def test_an_optimizer_may_take_gradients_twice_where_ranks_have_all_parameters()
 
 @pytest.mark.parametrize("dense", ["zero1", "fsdp"])
 def test_an_optimizer_that_takes_gradients_twice_is_refused_where_ranks_share(dense: str) -> None:
-    for sentence in run_pooled(2, refused, losses_of_two_looks, dense):
+    for sentence in run_refused(2, losses_of_two_looks, dense):
         assert re.match(f"TwoLooks calls its closure more than once .* dense={dense}", sentence), sentence

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from moe_lightning import ConfigurationError, GPTModule, OptimizerConfig, RoutingReplay
+from moe_lightning import GPTModule, OptimizerConfig, RoutingReplay
 from moe_lightning.callbacks.routing import RoutingRecorder
 from moe_lightning.moe.forced_routing import ForcedRouting, Popularity
 from moe_lightning.moe.replayed_routing import TokenRange, read_samples
-from tests.distributed.harness import RankFailure, run_pooled
+from tests.distributed.harness import RankFailure, run_pooled, run_refused
 from tests.distributed.training import TINY, RandomTokens, Recorder, make_trainer, train
 
 SKEWED = {"router": {"forced": {"kind": "drift", "exponent": 2.0, "period": 8}}}
@@ -112,16 +112,10 @@ def test_steps_that_are_recorded_again_on_fewer_ranks_hold_nothing_of_the_first_
         assert (read_samples(again, at, 2 * BATCH) == read_samples(alone, at, 2 * BATCH)).all(), step
 
 
-def refused(rank: int, world_size: int, replays: list[tuple[str, Any]]) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        fit(rank, world_size, replays, 3e-3)
-    return str(caught.value)
-
-
 def test_the_end_of_a_recording_is_a_sentence(tmp_path: Path) -> None:
     folder = str(tmp_path / "routing")
     run_pooled(1, fit, [(folder, "record")], 3e-3)
     for path in (tmp_path / "routing").glob("step-00000003*"):
         path.unlink()
-    (said,) = run_pooled(1, refused, [(folder, "replay")])
+    (said,) = run_refused(1, fit, [(folder, "replay")], 3e-3)
     assert "no routing of sample 0 of step 3 in whole" in said

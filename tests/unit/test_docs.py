@@ -30,7 +30,7 @@ GROUPS = {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()}
 
 
 def choices_of(arguments: tuple[str, ...]) -> str:
-    """What is chosen, added or removed, and what Hydra is told: all but values of keys that are there."""
+    """Arguments that choose, add or remove, or are Hydra's own: all but values of keys that are there."""
     return " ".join(
         argument
         for argument in arguments
